@@ -1,0 +1,6 @@
+"""Measures of disagreement between workers: pure functions of stacked arrays [M, ...]."""
+
+from fgd_jax.measure.consensus import by_block, pairwise_squared_distance
+from fgd_jax.measure.js import js_distance, js_divergence, pairwise_js
+
+__all__ = ["by_block", "js_distance", "js_divergence", "pairwise_js", "pairwise_squared_distance"]

@@ -1,0 +1,26 @@
+"""Synchronous data parallelism: gradients are averaged in every inner step. The upper baseline of every table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from fgd_jax.methods.base import Method
+from fgd_jax.mixing import Context
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParallel(Method):
+  """g_m <- mean_j g_j before each inner update; workers stay identical, and no outer step is taken.
+
+  Bytes are blocking and counted for all H all-reduces of a round.
+  """
+
+  mix2: Any = "global"
+  mixers: ClassVar[tuple[str, ...]] = ("mix2",)
+
+  def inner_grad(self, g: Any, ctx: Context) -> Any:  # type: ignore[override]
+    return self.mix2(ctx.weigh(g), ctx)
+
+  def land(self, z, w, x, ms, ctx):
+    return w, ms

@@ -1,0 +1,15 @@
+"""No communication at all: M independent runs. The lower baseline of every table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fgd_jax.methods.base import Method
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(Method):
+  """Every worker trains on its own shard and never exchanges anything."""
+
+  def land(self, z, w, x, ms, ctx):
+    return w, ms

@@ -1,0 +1,189 @@
+"""A mixer carries a topology to the devices: start (collectives only), finish (all arithmetic), or both at once.
+
+Between start and finish the round puts its inner steps, and a barrier in front of finish: arithmetic on what was
+received, even only its assembly, would end the transfer before the inner steps instead of beside them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from fgd_jax.mixing import exchange
+from fgd_jax.mixing.exchange import Placement
+from fgd_jax.mixing.subset import path_of
+from fgd_jax.mixing.topology import Pattern, Topology, make_topology
+
+PyTree = Any
+
+
+class Context(NamedTuple):
+  """What a method and its mixers may know in one round.
+
+  Attributes:
+    placement: where the workers live (static).
+    round: int32 scalar, counted from 0.
+    ids: int32 [K], the workers of this slot.
+    worker: int32 scalar, this worker (inside a method), else None.
+    alive: bool [M]; a worker that is not alive takes part in no exchange and keeps its own values.
+    choices: index into each mixer's bank by mixer key; a Python int where the program is made for one permutation.
+    weights: float [M] summing to M, weights of the workers' gradients (None: equal).
+    sent: when a list, a blocking exchange only appends (mixer, tree) to it; for byte counts.
+  """
+
+  placement: Placement
+  round: Any
+  ids: Any
+  alive: Any
+  choices: Mapping[str, Any]
+  worker: Any = None
+  weights: Any = None
+  sent: list | None = None
+
+  @property
+  def workers(self) -> int:
+    return self.placement.workers
+
+  def weigh(self, tree: PyTree) -> PyTree:
+    """This worker's gradients times its share, so that a plain mean over workers is the weighted mean (DiLoCo, 2.1)."""
+    if self.weights is None:
+      return tree
+    live = jnp.where(self.alive, self.weights, 0)
+    scale = self.weights[self.worker] * jnp.sum(self.alive) / jnp.maximum(jnp.sum(live), 1e-30)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+  """Averages pytrees over workers as its topology says.
+
+  `start` and `finish` act on a slot's stack (leaves [K, ...]); calling the mixer, inside a method, is the blocking use
+  on one worker's tree. `matrix`, `contraction` and `stripe_of` are the topology's.
+  """
+
+  topology: Topology
+  key: str = "mix"
+
+  def matrix(self, r: int, stripe: int | None = None, alive: Any = None) -> np.ndarray:
+    """See `Topology.matrix`."""
+    return self.topology.matrix(r, stripe=stripe, alive=alive)
+
+  def contraction(self, rounds: int = 1) -> float:
+    """See `Topology.contraction`."""
+    return self.topology.contraction(rounds)
+
+  def stripe_of(self, path: str) -> int:
+    """See `Topology.stripe_of`."""
+    return self.topology.stripe_of(path)
+
+  @property
+  def varying(self) -> bool:
+    """Whether the permutation changes from round to round."""
+    return len(self.topology.bank) > 1
+
+  def bytes_sent(self, tree: PyTree) -> float:
+    """Bytes that one worker sends for `tree` (one worker's shapes): a ring all-reduce 2(M-1)/M S, a message S each."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    workers = self.topology.workers
+    if self.topology.bank[0].mean:
+      return 2 * (workers - 1) * size / workers
+    return float(max(p.messages() for p in self.topology.bank) * size)
+
+  def start(self, stack: PyTree, ctx: Context) -> PyTree:
+    """Launches the collectives for a stack of leaves [K, ...]; returns the raw received values."""
+    def leaf(path, x):
+      pattern = self._pattern(path_of(path), ctx)
+      if pattern.mean:
+        live = exchange.local_rows(ctx.alive, ctx.ids, x)
+        return exchange.sum_over_workers(jnp.where(live, x, 0), ctx.placement)
+      return [exchange.permute_start(x, source, ctx.placement, ctx.ids) for _, source in pattern.terms]
+
+    return jax.tree_util.tree_map_with_path(leaf, stack)
+
+  def finish(self, raw: PyTree, stack: PyTree, ctx: Context) -> PyTree:
+    """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values."""
+    def leaf(path, x, got):
+      pattern = self._pattern(path_of(path), ctx)
+      if pattern.mean:
+        count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(x.dtype)
+        return jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), got / count, x)
+      mixed = x * (1 - sum(weight for weight, _ in pattern.terms)) if pattern.terms else x
+      for (weight, source), block in zip(pattern.terms, got):
+        other = exchange.permute_finish(block, source, ctx.placement, ctx.ids)
+        if self.topology.symmetric:
+          active = ctx.alive & ctx.alive[jnp.asarray(source)]
+        else:
+          active = jnp.broadcast_to(jnp.all(ctx.alive), ctx.alive.shape)
+        mixed = mixed + weight * jnp.where(exchange.local_rows(active, ctx.ids, x), other, x)
+      return mixed
+
+    return jax.tree_util.tree_map_with_path(leaf, stack, raw)
+
+  def __call__(self, tree: PyTree, ctx: Context) -> PyTree:
+    """The blocking exchange of one worker's tree, for use inside a method."""
+    if ctx.sent is not None:
+      ctx.sent.append((self, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)))
+      return tree
+    if self.topology.identity:
+      return tree
+    if ctx.placement.slots == 1:
+      mixed = self._mix_stack(jax.tree.map(lambda x: x[None], tree), ctx)
+      return jax.tree.map(lambda x: x[0], mixed)
+
+    @custom_vmap
+    def mix(tree, shared):
+      return tree  # only shapes are traced: with several workers in a slot, methods always run under vmap
+
+    @mix.def_vmap
+    def _(slots, batched, tree, shared):
+      stack = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x, (slots, *x.shape)), tree, batched[0])
+      return self._mix_stack(stack, ctx._replace(**shared)), jax.tree.map(lambda _: True, tree)
+
+    return mix(tree, {"ids": ctx.ids, "alive": ctx.alive, "choices": dict(ctx.choices)})
+
+  def _mix_stack(self, stack: PyTree, ctx: Context) -> PyTree:
+    choice = ctx.choices.get(self.key, 0)
+    once = lambda ctx: self.finish(self.start(stack, ctx), stack, ctx)
+    if isinstance(choice, int) or not self.varying or ctx.placement.devices == 1:
+      return once(ctx)
+    return lax.switch(choice, [lambda i=i: once(ctx._replace(choices={**ctx.choices, self.key: i}))
+                               for i in range(len(self.topology.bank))])
+
+  def _pattern(self, path: str, ctx: Context) -> Pattern:
+    """The pattern of this leaf in this round; on one position its sources may be traced (a gather, not a switch)."""
+    bank, choice = self.topology.bank, ctx.choices.get(self.key, 0)
+    if len(bank) == 1:
+      return bank[0]
+    index = (choice + self.topology.stripe_of(path)) % len(bank)
+    if isinstance(index, int):
+      return bank[index]
+    if ctx.placement.devices > 1:
+      raise ValueError(f"{self.key}: a permutation chosen at run time cannot be launched ahead on a mesh.")
+    sources = np.asarray([[source for _, source in p.terms] for p in bank])  # [bank, terms, M]
+    return Pattern(tuple((weight, jnp.asarray(sources)[index, k]) for k, (weight, _) in enumerate(bank[0].terms)))
+
+
+def make(name: str | tuple[str, Mapping[str, Any]], *, workers: int, seed: int = 0, key: str = "mix",
+         **options: Any) -> Mixer:
+  """A mixer over `workers` workers.
+
+  Args:
+    name: name of a topology, or (name, options).
+    workers: M.
+    seed: of the random topologies; the draw of round r is a pure function of (seed, r).
+    key: the mixer's place in a method ("mix1", "mix2").
+    **options: of the topology (`group_size` for random_groups).
+
+  Raises:
+    ValueError: unknown topology or option, or an impossible number of workers.
+  """
+  if not isinstance(name, str):
+    name, given = name
+    options = {**given, **options}
+  return Mixer(make_topology(name, workers, seed, **options), key)

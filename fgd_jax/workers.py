@@ -1,0 +1,96 @@
+"""Where workers live: on one device, one for each slot of the mesh axis `worker`, or several in each slot."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from fgd_jax.mixing.exchange import WORKER_AXIS, Placement
+
+PyTree = Any
+SLOT_AXIS = "slot"  # the vmap axis that numbers the K workers of one device position
+
+
+class Workers:
+  """M workers and their placement.
+
+  Args:
+    count: M, the number of workers.
+    mesh: None puts all workers on one device. A mesh needs an axis `worker` whose size divides M: size M is one worker
+      for each slot, less is several. Its other axes (`fsdp`, `tensor`) shard inside a worker. Any axis types are
+      accepted; the mesh is rebuilt with Auto axes, in which ordinary model code works.
+
+  Raises:
+    ValueError: M below 1, a mesh without the axis, or one whose size does not divide M.
+  """
+
+  def __init__(self, count: int, mesh: Mesh | None = None):
+    if not isinstance(count, (int, np.integer)) or count < 1:
+      raise ValueError(f"Workers(count={count!r}): the number of workers must be a positive integer.")
+    self.count = int(count)
+    if mesh is None:
+      self.mesh = None
+      self.placement = Placement(self.count, 1)
+      return
+    if WORKER_AXIS not in mesh.axis_names:
+      raise ValueError(f"The mesh has axes {mesh.axis_names} and no axis {WORKER_AXIS!r}; name one of them "
+                       f"{WORKER_AXIS!r} or pass mesh=None.")
+    devices = mesh.shape[WORKER_AXIS]
+    if self.count % devices:
+      raise ValueError(f"Workers(count={count}): the mesh axis {WORKER_AXIS!r} has size {devices}, which does not divide "
+                       "the number of workers; change one of them.")
+    self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    self.placement = Placement(self.count, devices)
+
+  def __repr__(self) -> str:
+    where = "one device" if self.mesh is None else f"mesh {dict(self.mesh.shape)}"
+    return f"Workers({self.count} on {where})"
+
+  @property
+  def platform(self) -> str:
+    """"cpu", "gpu" or "tpu"."""
+    return (jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]).platform
+
+  def stacked(self, spec: PartitionSpec = PartitionSpec()) -> jax.sharding.Sharding:
+    """Sharding of an array [M, ...] whose remaining axes follow `spec`."""
+    if self.mesh is None:
+      return SingleDeviceSharding(_default_device())
+    return NamedSharding(self.mesh, PartitionSpec(WORKER_AXIS, *spec))
+
+  def replicated(self) -> jax.sharding.Sharding:
+    """Sharding of what every worker has whole."""
+    return SingleDeviceSharding(_default_device()) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+  def spmd(self, body: Callable, stacks: int) -> Callable:
+    """Runs `body` on every slot's local stack.
+
+    The first `stacks` arguments of the result are pytrees of [M, ...] arrays, the others are the same for all workers;
+    `body` sees [K, ...] and returns [K, ...]. Manual over `worker` only, so that other axes stay automatic;
+    check_vma is off, because with it the gradient at averaged parameters would be summed over workers.
+    """
+    if self.placement.devices == 1:
+      return body
+
+    def run(*args):
+      specs = tuple(PartitionSpec(WORKER_AXIS) if i < stacks else PartitionSpec() for i in range(len(args)))
+      return jax.shard_map(body, mesh=self.mesh, axis_names={WORKER_AXIS}, in_specs=specs,
+                           out_specs=PartitionSpec(WORKER_AXIS), check_vma=False)(*args)
+
+    return run
+
+  def each(self, f: Callable, *stacks: PyTree, how: str = "vmap") -> PyTree:
+    """Applies `f`, written for one worker, to each worker of a local stack: one plain call where there is one."""
+    if self.placement.slots == 1:
+      out = f(*jax.tree.map(lambda x: x[0], stacks))
+      return jax.tree.map(lambda x: x[None], out)
+    if how == "map":
+      return jax.lax.map(lambda args: f(*args), stacks)
+    return jax.vmap(f, axis_name=SLOT_AXIS)(*stacks)
+
+
+def _default_device() -> jax.Device:
+  default = jax.config.jax_default_device
+  return default if isinstance(default, jax.Device) else jax.devices(default)[0] if default else jax.devices()[0]

@@ -1,0 +1,16 @@
+"""Eight virtual CPU devices for the mesh tests; float64 only where a test asks for it."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402  (after the flags)
+import pytest  # noqa: E402
+
+
+@pytest.fixture
+def x64():
+  """Runs the test with float64 enabled."""
+  with jax.enable_x64(True):
+    yield
