@@ -14,7 +14,8 @@ overlap), so there is one executable for each permutation, picked on the host fr
 from __future__ import annotations
 
 import itertools
-from typing import Any, Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +83,9 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
   """
   if not isinstance(workers, Workers):
     raise ValueError(f"workers={workers!r}: pass fgd_jax.Workers(count, mesh=None).")
-  if jax.config.jax_default_prng_impl != "threefry2x32":
-    raise ValueError(f"jax_default_prng_impl={jax.config.jax_default_prng_impl!r} gives different numbers under vmap than "
+  prng = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
+  if prng != "threefry2x32":
+    raise ValueError(f"jax_default_prng_impl={prng!r} gives different numbers under vmap than "
                      "in a loop, so placements would differ; use threefry2x32.")
   if accumulate < 1:
     raise ValueError(f"accumulate={accumulate}: at least one micro-batch is needed.")
@@ -132,16 +134,16 @@ class Round:
     params = jax.tree.map(_strong, params)
     _check_params(params)
     shardings = self._state_shardings(params)
-    made = jax.jit(self._initial, out_shardings=shardings)(params)
-    return State(*made, round=np.int32(0))
+    z, inner_opt_state, ms = jax.jit(self._initial, out_shardings=shardings)(params)
+    return State(z, inner_opt_state, ms, np.int32(0))
 
   def abstract_state(self, params: PyTree) -> State:
     """The shapes, dtypes and shardings of `init(params)`; `params` may be ShapeDtypeStructs. Allocates nothing."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     shapes = jax.eval_shape(self._initial, params)
-    with_sharding = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes,
-                                 self._state_shardings(params))
-    return State(*with_sharding, round=jax.ShapeDtypeStruct((), np.int32))
+    z, inner_opt_state, ms = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes,
+                                          self._state_shardings(params))
+    return State(z, inner_opt_state, ms, jax.ShapeDtypeStruct((), np.int32))
 
   def _initial(self, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     stack = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(_strong(x), (self._workers.count, *jnp.shape(x))), tree)
@@ -176,9 +178,9 @@ class Round:
     run = executables[measured, self._permutation(r)]
     batches = jax.device_put(batches, self._batch_sharding())
     scalars = jax.device_put(self._scalars(r, alive), self._workers.replicated())
-    *carried, metrics = run(*state[:3], batches, scalars)
+    z, inner_opt_state, ms, metrics = run(*state[:3], batches, scalars)
     metrics["bytes_overlapped"], metrics["bytes_blocking"] = self.traffic(state.params, batches)
-    return State(*carried, round=np.int32(r + 1)), metrics
+    return State(z, inner_opt_state, ms, np.int32(r + 1)), metrics
 
   def compile(self, state: State, batches: PyTree, measured: Sequence[bool] = (False, True)) -> dict[Any, Any]:
     """Compiles every executable that rounds on these shapes can need, once; returns them by (measured, permutation).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -92,5 +93,5 @@ class Workers:
 
 
 def _default_device() -> jax.Device:
-  default = jax.config.jax_default_device
+  default = jax.config.jax_default_device  # type: ignore[attr-defined]
   return default if isinstance(default, jax.Device) else jax.devices(default)[0] if default else jax.devices()[0]

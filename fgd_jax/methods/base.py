@@ -11,7 +11,8 @@ x = mix1.finish(raw);  land.  A method with mix1 None launches nothing and gets 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import optax

@@ -43,7 +43,7 @@ class _Move(NamedTuple):
   recv: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def colour(source: tuple[int, ...], devices: int) -> tuple[_Move, ...]:
   """Splits a permutation of M workers in K permutations of the device positions (Koenig's edge colouring).
 

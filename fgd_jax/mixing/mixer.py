@@ -7,7 +7,8 @@ received, even only its assembly, would end the transfer before the inner steps 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,7 +42,8 @@ def embeddings_head_early_layers(n: int) -> EarlyLayers:
   return EarlyLayers(n)
 
 
-_EMBEDDING_OR_HEAD = re.compile(r"(^|[/_.])(embed\w*|wte|wpe|tok_\w*|\w*_embed\w*|lm_head|head|unembed\w*|output_head)([/_.]|$)")
+_EMBEDDING_OR_HEAD = re.compile(
+    r"(^|[/_.])(embed\w*|wte|wpe|tok_\w*|\w*_embed\w*|lm_head|head|unembed\w*|output_head)([/_.]|$)")
 _NUMBERED_LAYER = re.compile(r"(^|/)\w*(layers?|blocks?|h)[/_.]?(\d+)(/|$)")
 _STACKED_LAYERS = re.compile(r"(^|/)(layers|blocks|h)(/|$)")
 _CALL = re.compile(r"^\s*embeddings_head_early_layers\((\d+)\)\s*$")

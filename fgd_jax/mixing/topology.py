@@ -16,7 +16,8 @@ import dataclasses
 import itertools
 import math
 import zlib
-from typing import Any, Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 

@@ -1,0 +1,88 @@
+"""Every key of a run, with its default. Other configs start from `get_config()` here and change what they need.
+
+`--config=configs/default.py:workers=8,method=LocalM1M2` sets keys in one word (`method` is short for `method.name`);
+`--config.inner.lr=1e-3` sets one key. None means: not set, the default is chosen where the key is used.
+"""
+
+from ml_collections import config_dict
+from ml_collections.config_dict import placeholder
+
+
+def get_config(arg: str | None = None) -> config_dict.ConfigDict:
+  c = config_dict.ConfigDict()
+
+  c.seed = 0                       # of initialisation, data order, mixing matrices and the workers' rng
+  c.rounds = 100                   # outer rounds
+  c.inner_steps = 20               # H, optimizer steps a worker takes in a round
+  c.workers = 4                    # M
+  c.batch_size = 4                 # sequences per worker and optimizer step
+  c.accumulate = 1                 # micro-batches an optimizer step; divides batch_size, does not change H
+  c.seq_len = 128                  # tokens a sequence
+  c.eval_every = 10                # rounds between evaluations on held-out data (0: only at the end)
+  c.eval_batches = 8               # held-out batches an evaluation
+  c.eval_batch_size = 8            # sequences in each of them
+  c.measure_every = 10             # rounds between measurements of consensus and JS distance (0: never)
+  c.measure_sequences = 4          # held-out sequences on which the JS distance is measured
+  c.checkpoint_every = 20          # rounds between checkpoints (0: only at the end)
+  c.checkpoint_keep = 2            # checkpoints that are kept
+  c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: as many as cores, if that divides workers
+  c.allow_cpu = True               # False: stop instead of training on CPU when no accelerator is found
+
+  c.mesh = config_dict.ConfigDict()
+  c.mesh.worker = placeholder(int)  # device positions over which the workers are spread; None: as many as fit
+  c.mesh.fsdp = 1                  # devices over which a worker's parameters are sharded
+  c.mesh.tensor = 1                # devices of tensor parallelism inside a worker
+
+  c.data = config_dict.ConfigDict()
+  c.data.source = "text"           # text | array_record (made by fgd_jax.data.tokenize) | tfds | synthetic
+  c.data.path = placeholder(str)   # folder; None with source text: the sources of Python's standard library
+  c.data.pattern = placeholder(str)  # file patterns, comma separated; None: by source
+  c.data.tokenizer = "bytes"       # bytes, or the path of a Hugging Face tokenizer.json
+  c.data.text_field = "text"       # field of jsonl, parquet and tfds examples
+  c.data.heldout_fraction = 0.05   # of the documents, never trained on
+  c.data.max_bytes = placeholder(int)  # read at most this much text
+  c.data.tfds_name = placeholder(str)  # name of a prepared array_record data set
+  c.data.tfds_split = "train"      # its split
+  c.data.tfds_data_dir = placeholder(str)  # where it was prepared
+  c.data.vocab_size = 64           # of synthetic data
+
+  c.model = config_dict.ConfigDict()
+  c.model.dim = 128                # width
+  c.model.layers = 2
+  c.model.heads = 4
+  c.model.kv_heads = 2             # key/value heads of grouped-query attention
+  c.model.ffn_dim = 352            # hidden width of SwiGLU
+  c.model.vocab_size = placeholder(int)  # None: the tokenizer's
+  c.model.rope_theta = 10000.0     # base of the rotary frequencies
+  c.model.norm_eps = 1e-5          # of RMSNorm
+  c.model.tied = False             # one matrix for embedding and LM head
+  c.model.scan_layers = False      # stack layers and scan over them: constant program size
+  c.model.remat = False            # recompute activations in the backward pass
+  c.model.dtype = "float32"        # of activations: float32 | bfloat16 | float64
+  c.model.param_dtype = "float32"  # of parameters and optimizer state
+
+  c.inner = config_dict.ConfigDict()  # AdamW, with state per worker that survives rounds
+  c.inner.lr = 3e-3                # peak learning rate
+  c.inner.warmup_steps = 50        # linear warm-up, in inner steps
+  c.inner.schedule = "cosine"      # cosine (to end_lr_fraction at the last step) | constant
+  c.inner.end_lr_fraction = 0.1    # of lr
+  c.inner.b1 = 0.9
+  c.inner.b2 = 0.95
+  c.inner.weight_decay = 0.1       # on kernels and embeddings, chosen by path, so stacked layers decay alike
+  c.inner.clip = 1.0               # global norm of a worker's gradient (0: no clipping)
+
+  c.method = config_dict.ConfigDict()  # name and options; options that are None keep the method's default
+  c.method.name = "GlobalM1LocalM2"  # data_parallel | local | diloco | fgd | a preset of fgd
+  c.method.outer_lr = placeholder(float)
+  c.method.outer_momentum = placeholder(float)
+  c.method.nesterov = placeholder(bool)  # diloco: False is heavy-ball momentum
+  c.method.mix1 = placeholder(str)  # fgd: topology of Mix1, "random_groups:group_size=2" with options
+  c.method.mix2 = placeholder(str)  # fgd: topology of Mix2
+  c.method.subset = placeholder(str)  # fgd: what Mix2 covers: a regular expression, or "embeddings_head_early_layers(2)"
+  c.method.mix_outer_state = placeholder(str)  # fgd: none | mix1
+
+  c.lock()
+  if arg:
+    from fgd_jax.config import apply_variant
+    apply_variant(c, arg)
+  return c

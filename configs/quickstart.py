@@ -1,0 +1,13 @@
+"""A byte-level Llama of 0.4M parameters on Python's standard library, 4 workers, FGD GlobalM1LocalM2: minutes on 2 cores."""
+
+from fgd_jax.config import apply_variant
+from fgd_jax.default_config import get_config as default
+
+
+def get_config(arg: str | None = None):
+  c = default()
+  c.rounds = 150
+  c.inner_steps = 10
+  c.data.max_bytes = 16_000_000
+  apply_variant(c, arg)
+  return c

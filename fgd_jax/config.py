@@ -1,0 +1,200 @@
+"""From a config (configs/default.py has every key) to the parts of a run, refusing what cannot work before it starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from fgd_jax import methods
+from fgd_jax.default_config import get_config as default
+from fgd_jax.mixing import path_of
+from fgd_jax.models import LlamaConfig
+from fgd_jax.workers import Workers
+
+# Keys that a resumed run may change: they do not change what is computed.
+FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu")
+
+
+def flat(config: ConfigDict) -> dict[str, Any]:
+  """All keys of a config with dots, `model.dim`, and their values (lists for tuples, as JSON has them)."""
+  out: dict[str, Any] = {}
+  for key, value in json.loads(config.to_json_best_effort()).items():
+    if isinstance(value, dict):
+      out.update({f"{key}.{k}": v for k, v in value.items()})
+    else:
+      out[key] = value
+  return out
+
+
+def apply_variant(config: ConfigDict, arg: str | None) -> None:
+  """Sets keys from a config string such as "workers=8,method=LocalM1M2,inner.lr=1e-3".
+
+  Raises:
+    ValueError: a word that is not key=value, an unknown key or a value of the wrong type.
+  """
+  for word in filter(None, (arg or "").split(",")):
+    key, equals, text = word.partition("=")
+    key = "method.name" if key == "method" else key.strip()
+    if not equals:
+      raise ValueError(f"Config variant {word!r} is not of the form key=value.")
+    _refuse_unknown([key])
+    section, _, leaf = key.rpartition(".")
+    holder = config[section] if section else config
+    try:
+      holder[leaf] = _parse(text, holder.get_type(leaf))
+    except (TypeError, ValueError) as e:
+      raise ValueError(f"Config variant {word!r}: {key} cannot be {text!r} ({e}).") from e
+
+
+def _parse(text: str, kind: type) -> Any:
+  if kind is bool:
+    if text.lower() not in ("true", "false"):
+      raise ValueError("use true or false")
+    return text.lower() == "true"
+  return kind(text)
+
+
+def _refuse_unknown(keys: list[str]) -> None:
+  known = list(flat(default()))
+  for key in keys:
+    if key not in known:
+      near = difflib.get_close_matches(key, known, n=1)
+      raise ValueError(f"Unknown config key {key!r}{f'; did you mean {near[0]!r}?' if near else ''} "
+                       "(all keys: configs/default.py).")
+
+
+def validate(config: ConfigDict) -> None:
+  """Stops at what can be seen to be wrong without data or devices.
+
+  Raises:
+    ValueError: one sentence that names the key, its value and what to do.
+  """
+  values = flat(config)
+  _refuse_unknown(list(values))
+  for key in flat(default()):
+    if key not in values:
+      raise ValueError(f"The config lacks the key {key!r}; start from configs/default.py.")
+  for key in ("rounds", "inner_steps", "workers", "batch_size", "accumulate", "seq_len", "eval_batches",
+              "eval_batch_size", "measure_sequences", "checkpoint_keep", "mesh.fsdp", "mesh.tensor", "model.dim",
+              "model.layers"):
+    if values[key] < 1:
+      raise ValueError(f"{key}={values[key]} must be at least 1.")
+  for key in ("eval_every", "measure_every", "checkpoint_every", "seed", "inner.warmup_steps", "inner.weight_decay",
+              "inner.clip"):
+    if values[key] < 0:
+      raise ValueError(f"{key}={values[key]} must not be negative.")
+  if config.batch_size % config.accumulate:
+    raise ValueError(f"accumulate={config.accumulate} must divide batch_size={config.batch_size}.")
+  if config.mesh.worker is not None and config.workers % config.mesh.worker:
+    raise ValueError(f"mesh.worker={config.mesh.worker} must divide workers={config.workers}.")
+  if config.rounds * config.inner_steps >= 2**31:
+    raise ValueError(f"rounds={config.rounds} x inner_steps={config.inner_steps} overflow the 32-bit step counter.")
+  if config.inner.schedule not in ("cosine", "constant"):
+    raise ValueError(f"inner.schedule={config.inner.schedule!r} must be 'cosine' or 'constant'.")
+  if config.inner.lr <= 0:
+    raise ValueError(f"inner.lr={config.inner.lr} must be positive.")
+  if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    raise ValueError("model.dtype or model.param_dtype is 'float64', which needs JAX_ENABLE_X64=1 in the environment.")
+  make_method(config).bind(config.workers, config.seed)
+
+
+def make_method(config: ConfigDict) -> methods.Method:
+  """The method with its options; options left None keep their defaults.
+
+  Raises:
+    ValueError: an option that the method does not have, or an impossible value.
+  """
+  options = {k: v for k, v in config.method.items() if k != "name" and v is not None}
+  for field in ("mix1", "mix2"):
+    if field in options:
+      options[field] = _topology(options[field])
+  try:
+    return methods.make(config.method.name, **options)
+  except ValueError as e:
+    raise ValueError(f"method: {e}") from e
+
+
+def _topology(text: str) -> Any:
+  """ "random_groups:group_size=2" -> ("random_groups", {"group_size": 2})."""
+  name, _, rest = text.partition(":")
+  try:
+    options = {k.strip(): int(v) for k, v in (word.split("=") for word in filter(None, rest.split(",")))}
+  except ValueError as e:
+    raise ValueError(f"method: topology {text!r} must be a name, or name:option=integer.") from e
+  return (name, options) if options else name
+
+
+def make_schedule(config: ConfigDict) -> optax.Schedule:
+  """Learning rate by inner step, counted over the whole run (it does not restart in a round)."""
+  inner, steps = config.inner, config.rounds * config.inner_steps
+  warmup = min(inner.warmup_steps, steps - 1)
+  after = (optax.constant_schedule(inner.lr) if inner.schedule == "constant" else
+           optax.cosine_decay_schedule(inner.lr, max(steps - warmup, 1), alpha=inner.end_lr_fraction))
+  if not warmup:
+    return after
+  return optax.join_schedules([optax.linear_schedule(inner.lr / (warmup + 1), inner.lr, warmup), after], [warmup])
+
+
+def make_inner_optimizer(config: ConfigDict) -> optax.GradientTransformation:
+  """AdamW with warm-up, decay on kernels and embeddings, and clipping of each worker's gradient."""
+  inner = config.inner
+  decays = lambda params: jax.tree_util.tree_map_with_path(
+      lambda path, _: path_of(path).rsplit("/", 1)[-1] in ("kernel", "embedding"), params)
+  adamw = optax.adamw(make_schedule(config), b1=inner.b1, b2=inner.b2, weight_decay=inner.weight_decay, mask=decays)
+  return optax.chain(optax.clip_by_global_norm(inner.clip), adamw) if inner.clip else adamw
+
+
+def make_model_config(config: ConfigDict, vocab_size: int) -> LlamaConfig:
+  """The model's shape; `vocab_size` is the data's.
+
+  Raises:
+    ValueError: model.vocab_size smaller than the tokenizer's.
+  """
+  options = dict(config.model.items())
+  options["vocab_size"] = vocab_size if options["vocab_size"] is None else options["vocab_size"]
+  if options["vocab_size"] < vocab_size:
+    raise ValueError(f"model.vocab_size={options['vocab_size']} is smaller than the tokenizer's {vocab_size}.")
+  return LlamaConfig(**options)
+
+
+def set_cpu_devices(config: ConfigDict) -> None:
+  """Asks for virtual CPU devices, before the first use of jax's devices; without effect where they were set already."""
+  count = config.cpu_devices
+  if count is None:
+    count = max(n for n in range(1, min(os.cpu_count() or 1, config.workers) + 1) if config.workers % n == 0)
+  if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    try:
+      jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # devices are in use already (a notebook, a test): keep what there is
+      pass
+
+
+def make_workers(config: ConfigDict) -> Workers:
+  """The workers and their mesh: as many device positions as fit and divide, with fsdp x tensor devices each.
+
+  Raises:
+    ValueError: too few devices, or no accelerator where allow_cpu is False.
+  """
+  devices = jax.devices()
+  if devices[0].platform == "cpu" and not config.allow_cpu:
+    raise ValueError("allow_cpu=False and jax found no accelerator, only CPU; check the installation (pip install "
+                     "'fgd-jax[tpu]' or '[cuda]') or set allow_cpu=True.")
+  inside = config.mesh.fsdp * config.mesh.tensor
+  positions = config.mesh.worker
+  if positions is None:
+    fitting = [n for n in range(1, config.workers + 1) if config.workers % n == 0 and n * inside <= len(devices)]
+    positions = max(fitting, default=1)
+  if positions * inside > len(devices):
+    raise ValueError(f"mesh.worker={positions} x mesh.fsdp={config.mesh.fsdp} x mesh.tensor={config.mesh.tensor} needs "
+                     f"{positions * inside} devices, jax has {len(devices)}; make the mesh smaller.")
+  if positions * inside == 1:
+    return Workers(config.workers)
+  grid = np.asarray(devices[:positions * inside]).reshape(positions, config.mesh.fsdp, config.mesh.tensor)
+  return Workers(config.workers, jax.sharding.Mesh(grid, ("worker", "fsdp", "tensor")))

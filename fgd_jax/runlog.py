@@ -1,0 +1,98 @@
+"""A run's records: metrics.jsonl, TensorBoard events and a progress bar."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging as std_logging
+import os
+import sys
+import time
+from typing import Any
+
+import tensorboardX
+from absl import logging
+from tqdm import tqdm
+
+
+class _OwnRecords(std_logging.Filter):
+  """Lets our own records pass, and other libraries' from warnings upwards (orbax writes dozens of lines a save)."""
+
+  def filter(self, record: std_logging.LogRecord) -> bool:
+    return record.levelno >= std_logging.WARNING or f"{os.sep}fgd_jax{os.sep}" in record.pathname
+
+
+def show_own_logs() -> None:
+  """Shows this package's progress on the terminal, and only warnings of the libraries below it."""
+  logging.set_verbosity(logging.INFO)
+  logging.get_absl_handler().addFilter(_OwnRecords())
+
+
+class RunLog:
+  """Writes one line a round and shows progress in tokens.
+
+  Args:
+    workdir: the run's folder.
+    resumed: rounds already done; later lines of an earlier attempt are cut.
+    tokens: (done, total), over all workers.
+  """
+
+  def __init__(self, workdir: str, resumed: int, tokens: tuple[int, int]):
+    path = os.path.join(workdir, "metrics.jsonl")
+    cut_lines(path, resumed)
+    self._file = open(path, "a", encoding="utf-8")
+    self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=resumed + 1)
+    self._times: collections.deque[float] = collections.deque(maxlen=6)
+    self._shown_eval: str | None = None
+    self._bar = tqdm(total=tokens[1], initial=tokens[0], unit="tok", unit_scale=True, dynamic_ncols=True,
+                     mininterval=0.5 if sys.stderr.isatty() else 10, file=sys.stderr)
+
+  def speed(self, tokens: int) -> float | None:
+    """Tokens a second over the last few rounds of `tokens` tokens each; None in the first round, which has no start."""
+    self._times.append(time.monotonic())
+    passed = self._times[-1] - self._times[0]
+    return tokens * (len(self._times) - 1) / passed if passed > 0 else None
+
+  def write(self, record: dict[str, Any]) -> None:
+    """Appends one round's record and moves the bar."""
+    self._file.write(json.dumps(record) + "\n")
+    self._file.flush()
+    for key, value in record.items():
+      if isinstance(value, (int, float)) and key != "round":
+        self._board.add_scalar(key, value, record["round"])
+    shown = {"round": record["round"], "loss": f"{record['train_loss']:.3f}"}
+    if "eval_loss" in record:
+      self._shown_eval = f"{record['eval_loss']:.3f}"
+    if self._shown_eval:
+      shown["held-out"] = self._shown_eval
+    self._bar.set_postfix(shown, refresh=False)
+    self._bar.update(record["tokens"] - self._bar.n)
+
+  def close(self) -> None:
+    self._bar.close()
+    self._board.close()
+    self._file.close()
+
+
+def read_lines(path: str) -> list[dict[str, Any]]:
+  """The records of a metrics.jsonl; a torn last line (the machine went down) is left out."""
+  if not os.path.exists(path):
+    return []
+  records = []
+  with open(path, encoding="utf-8") as f:
+    for line in f:
+      try:
+        records.append(json.loads(line))
+      except json.JSONDecodeError:
+        break
+  return records
+
+
+def cut_lines(path: str, rounds: int) -> None:
+  """Keeps the lines of the first `rounds` rounds, so that a resumed run has no round twice."""
+  if os.path.exists(path):
+    kept = [r for r in read_lines(path) if r["round"] <= rounds]
+    temporary = path + ".tmp"
+    with open(temporary, "w", encoding="utf-8") as f:
+      f.writelines(json.dumps(r) + "\n" for r in kept)
+    os.replace(temporary, path)

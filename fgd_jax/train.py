@@ -1,0 +1,296 @@
+"""Trains a language model: config -> mesh -> state -> rounds, with evaluation, measurement, checkpoints and logs.
+
+    python -m fgd_jax.train --config=configs/quickstart.py --workdir=runs/quickstart [--config.rounds=300]
+
+Started again with the same command, a run that was stopped anywhere goes on where its last checkpoint was, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict, config_flags
+
+import fgd_jax as fgd
+from fgd_jax import config as configs
+from fgd_jax import data, measure, models
+from fgd_jax.checkpoint import Checkpoints, refuse_other_config
+from fgd_jax.report import curves
+from fgd_jax.round import State
+from fgd_jax.runlog import RunLog, read_lines, show_own_logs
+
+PyTree = Any
+
+
+class NonFiniteError(RuntimeError):
+  """The loss or the state of a worker is no longer finite."""
+
+
+def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
+  """Runs `config` in the folder `workdir` to its last round, resuming what is there; returns the summary.
+
+  Raises:
+    ValueError, FileNotFoundError: what cannot work, in one sentence, before the first round.
+    NonFiniteError: a non-finite loss or state, naming worker and step; nothing is saved over the last good checkpoint.
+  """
+  configs.validate(config)
+  summary = claim_workdir(config, workdir)
+  if summary is not None:
+    logging.info("The run in %s is finished (%d rounds, held-out loss %.4f); nothing to do. For a longer run choose "
+                 "another --workdir.", workdir, summary["rounds"], summary["eval_loss"])
+    return summary
+
+  # --- data, model, method -------------------------------------------------------------------------------------------
+  configs.set_cpu_devices(config)
+  workers = configs.make_workers(config)
+  corpus = data.load(config.data, config.seq_len, config.seed)
+  rounds_of_data = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed)
+  heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
+  model = models.make(configs.make_model_config(config, corpus.vocab_size))
+  probe = jnp.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
+  init, round_fn = fgd.build_round(
+      configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
+      accumulate=config.accumulate, measure=(consensus_by_block, js_of(model.apply, probe)) if config.measure_every else ())
+
+  # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
+  params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
+  iterator = iter(rounds_of_data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), config.checkpoint_keep, config)
+  if checkpoints.latest() is None:
+    state = init(jax.jit(model.init)(jax.random.key(config.seed)))
+  else:
+    state = checkpoints.restore(round_fn.abstract_state(params_shape), iterator)
+    logging.info("Resuming at round %d of %d.", state.round, config.rounds)
+  write_config(config, workdir)
+  tokens_per_round = config.workers * config.inner_steps * config.batch_size * config.seq_len
+  start = int(state.round)
+  log = RunLog(workdir, start, (start * tokens_per_round, config.rounds * tokens_per_round))
+  logging.info("%s parameters, %s, method %s, %d x %s tokens a round on %s (%s).",
+               f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
+               f"{tokens_per_round:,}", workers.platform, f"unigram loss {corpus.unigram_loss:.3f}")
+
+  # --- compile, once -------------------------------------------------------------------------------------------------
+  first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
+                                           jnp.int32))
+  began = time.time()
+  executables = round_fn.compile(state, {"tokens": first}, measured=(False, True) if config.measure_every else (False,))
+  evaluate = make_evaluation(model.loss, heldout, workers)
+  before = evaluate(round_fn.eval_params(state), state.params)
+  all_finite = jax.jit(finite_by_worker)
+  logging.info("Compiled %d executable(s) for the rounds in %.1f s; held-out loss is %.3f now.", len(executables),
+               time.time() - began, before["eval_loss"])
+
+  # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
+  pending: dict[str, Any] | None = None
+  try:
+    while int(state.round) < config.rounds:
+      done = int(state.round)
+      if done > start and config.checkpoint_every and done % config.checkpoint_every == 0:
+        flush(pending, log, config)
+        pending = None
+        refuse_non_finite(all_finite(state), done * config.inner_steps)
+        checkpoints.save(state, iterator)
+      batches = next(iterator)
+      measured = due(done + 1, config.measure_every, config.rounds)
+      state, metrics = round_fn(state, batches, measured=measured)
+      if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
+        metrics |= evaluate(round_fn.eval_params(state), state.params)
+      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": (done + 1) * tokens_per_round}
+      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens_per_round}
+      flush(previous, log, config)
+    flush(pending, log, config)
+    refuse_non_finite(all_finite(state), config.rounds * config.inner_steps)
+    checkpoints.save(state, iterator)
+  finally:
+    log.close()
+    checkpoints.close()
+
+  # --- summary -------------------------------------------------------------------------------------------------------
+  summary = summarise(config, workdir, {
+      "parameters": models.count_params(params_shape), "unigram_loss": corpus.unigram_loss,
+      "train_tokens_available": corpus.train_tokens, "placement": repr(workers)})
+  logging.info("Done: held-out loss %.4f (unigram %.4f). Figures in %s, plot in %s.", summary["eval_loss"],
+               summary["unigram_loss"], os.path.join(workdir, "summary.json"), os.path.join(workdir, curves.FILE_NAME))
+  return summary
+
+
+def due(rounds: int, every: int, last: int) -> bool:
+  """Whether something done every `every` rounds (0: never) is done after `rounds` rounds; the last round counts."""
+  return bool(every) and (rounds % every == 0 or rounds == last)
+
+
+# --- the run's folder ------------------------------------------------------------------------------------------------
+
+
+def claim_workdir(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
+  """Makes the folder or recognises this run in it; returns the summary of a run that is finished.
+
+  Raises:
+    ValueError: a folder that holds something else, or a run whose config contradicts this one.
+  """
+  os.makedirs(workdir, exist_ok=True)
+  path = os.path.join(workdir, "config.json")
+  if not os.path.exists(path):
+    strangers = sorted(set(os.listdir(workdir)) - {"checkpoints", "tensorboard", "metrics.jsonl"})
+    if strangers:
+      raise ValueError(f"--workdir={workdir} holds {strangers[0]!r} and no config.json; choose an empty or new folder.")
+    return None
+  with open(path, encoding="utf-8") as f:
+    refuse_other_config(config, json.load(f), f"the run in {workdir}")
+  finished = os.path.join(workdir, "summary.json")
+  if os.path.exists(finished):
+    with open(finished, encoding="utf-8") as f:
+      summary = json.load(f)
+    if summary["rounds"] >= config.rounds:
+      return summary
+  return None
+
+
+def write_config(config: ConfigDict, workdir: str) -> None:
+  write_json(os.path.join(workdir, "config.json"), configs.flat(config))
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+  """Writes a file that is either whole or not there."""
+  with open(path + ".tmp", "w", encoding="utf-8") as f:
+    json.dump(content, f, indent=2)
+    f.write("\n")
+  os.replace(path + ".tmp", path)
+
+
+def summarise(config: ConfigDict, workdir: str, facts: dict[str, Any]) -> dict[str, Any]:
+  """Writes summary.json and the plot from metrics.jsonl."""
+  records = read_lines(os.path.join(workdir, "metrics.jsonl"))
+  last = records[-1]
+  speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
+  keys = ("eval_loss", "eval_perplexity", "eval_loss_workers", "train_loss", "tokens", "step", "bytes_overlapped",
+          "bytes_blocking")
+  summary = {"rounds": config.rounds, "method": config.method.name, "workers": config.workers,
+             **{key: last[key] for key in keys}, **facts,
+             "consensus_l2": last_value(records, "consensus_l2"), "js_distance": last_value(records, "js_distance"),
+             "tokens_per_second": float(np.median(speeds)) if speeds else None,
+             "jax": jax.__version__, "python": platform.python_version(), "platform": jax.devices()[0].platform}
+  curves.plot_run(workdir, summary)
+  write_json(os.path.join(workdir, "summary.json"), summary)
+  return summary
+
+
+def last_value(records: list[dict[str, Any]], key: str) -> Any:
+  return next((r[key] for r in reversed(records) if key in r), None)
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def flush(pending: dict[str, Any] | None, log: RunLog, config: ConfigDict) -> None:
+  """Reads a round's metrics from the device (waiting for it) and writes its record."""
+  if pending is None:
+    return
+  record, metrics = pending["record"], jax.device_get(pending["metrics"])
+  loss_MxH = metrics.pop("loss")
+  if not np.isfinite(loss_MxH).all():
+    worker, h = np.argwhere(~np.isfinite(loss_MxH))[0]
+    step = record["step"] - config.inner_steps + h + 1
+    raise NonFiniteError(f"Worker {worker} has loss {loss_MxH[worker, h]} at step {step} (round {record['round']}); the "
+                         "last good checkpoint is kept. Lower inner.lr or method.outer_lr, or look at that worker's data.")
+  record["train_loss"] = float(loss_MxH.mean())
+  for key in ("consensus_inner", "consensus_outer"):
+    if key in metrics:
+      record[key] = float(metrics[key])
+  if "consensus_inner" in metrics:
+    record["consensus_l2"] = math.sqrt(record["consensus_inner"])
+    record["consensus_blocks"] = {k: float(v) for k, v in metrics.pop("consensus_blocks").items()}
+  for key, value in metrics.items():
+    if key not in record:
+      record[key] = float(value)
+  if "eval_loss" in record:
+    record["eval_perplexity"] = math.exp(min(record["eval_loss"], 700.0))
+  record["tokens_per_second"] = log.speed(pending["tokens"])
+  log.write(record)
+
+
+def refuse_non_finite(finite_M: jax.Array, step: int) -> None:
+  """Stops before a save when a worker's parameters or optimizer state hold a non-finite number."""
+  bad = np.flatnonzero(~np.asarray(finite_M))
+  if bad.size:
+    raise NonFiniteError(f"Worker {bad[0]} has non-finite parameters or optimizer state after step {step}; the last good "
+                         "checkpoint is kept. Lower inner.lr or method.outer_lr, or look at that worker's data.")
+
+
+def finite_by_worker(state: State) -> jax.Array:
+  """bool [M]: whether all floating-point leaves of a worker are finite."""
+  checks = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in jax.tree.leaves(state[:3])
+            if jnp.issubdtype(x.dtype, jnp.inexact)]
+  return jnp.stack(checks).all(axis=0)
+
+
+def consensus_by_block(w: PyTree, z: PyTree) -> dict[str, Any]:
+  """Consensus distances (squared) of w in total and by block, and of z in total."""
+  blocks = measure.by_block(w, lambda path: path.split("/")[0], fgd.mixing.path_of)
+  return {"consensus_inner": sum(blocks.values()), "consensus_blocks": blocks,
+          "consensus_outer": measure.pairwise_squared_distance(z)}
+
+
+def js_of(apply: Callable, tokens_BxL: jax.Array) -> Callable:
+  """A measure: JS distances of the workers' predictions on fixed held-out tokens, at the end of the inner phase."""
+  def js(w: PyTree, z: PyTree) -> dict[str, jax.Array]:
+    return measure.pairwise_js(jax.vmap(lambda params: apply(params, tokens_BxL))(w))
+
+  return js
+
+
+def make_evaluation(loss: Callable, heldout_NxBxL: np.ndarray, workers: fgd.Workers) -> Callable:
+  """evaluate(mean params, stacked params) -> eval_loss of the mean model and eval_loss_workers, the workers' mean loss.
+
+  The fixed batches are spread over the device positions.
+  """
+  sharding = workers.replicated()
+  if workers.mesh is not None and heldout_NxBxL.shape[1] % workers.placement.devices == 0:
+    sharding = NamedSharding(workers.mesh, PartitionSpec(None, "worker"))
+  batches = jax.device_put(heldout_NxBxL, sharding)
+  mean_loss = lambda params, tokens: jnp.mean(jax.lax.map(lambda b: loss(params, {"tokens": b}, None), tokens))
+  one = jax.jit(mean_loss)
+  each = jax.jit(workers.spmd(lambda stack, tokens: workers.each(
+      lambda params: mean_loss(params, tokens), stack, how="map"), stacks=1))
+
+  def evaluate(mean: PyTree, stack: PyTree) -> dict[str, Any]:
+    return {"eval_loss": one(mean, batches), "eval_loss_workers": jnp.mean(each(stack, batches))}
+
+  return evaluate
+
+
+# --- command ---------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"Unexpected argument {argv[1]!r}; all options start with --.")
+  if not flags.FLAGS.workdir:
+    raise app.UsageError("--workdir=DIR is needed: the folder for checkpoints, metrics and plots.")
+  show_own_logs()
+  try:
+    train(flags.FLAGS.config, flags.FLAGS.workdir)
+  except (ValueError, FileNotFoundError, NonFiniteError) as e:
+    if os.environ.get("FGD_JAX_TRACEBACK"):
+      raise
+    logging.error("%s", e)
+    raise SystemExit(2) from e
+
+
+if __name__ == "__main__":
+  config_flags.DEFINE_config_file("config", help_string="Config file, e.g. configs/quickstart.py[:key=value,...].")
+  flags.DEFINE_string("workdir", None, "Folder of the run; the same command resumes it.")
+  flags.mark_flag_as_required("config")
+  app.run(main)
