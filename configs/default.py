@@ -58,6 +58,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.model.tied = False             # one matrix for embedding and LM head
   c.model.scan_layers = False      # stack layers and scan over them: constant program size
   c.model.remat = False            # recompute activations in the backward pass
+  c.model.attention = "einsum"     # einsum | xla | cudnn (the latter two: jax.nn.dot_product_attention)
   c.model.dtype = "float32"        # of activations: float32 | bfloat16 | float64
   c.model.param_dtype = "float32"  # of parameters and optimizer state
 

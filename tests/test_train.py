@@ -1,0 +1,196 @@
+"""The command: the run's folder, clear ends, and runs that are killed and continued bit for bit."""
+
+import glob
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from fgd_jax import train as trainer
+from fgd_jax.default_config import get_config
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TINY = ("rounds=4,inner_steps=2,workers=4,batch_size=2,seq_len=16,eval_every=2,eval_batches=2,eval_batch_size=4,"
+        "measure_every=2,measure_sequences=2,checkpoint_every=1,inner.warmup_steps=2,model.dim=16,model.ffn_dim=24,"
+        "model.layers=1,model.heads=2,model.kv_heads=1,data.source=synthetic")
+
+
+def command(workdir, *options):
+  return [sys.executable, "-m", "fgd_jax.train", f"--config=configs/default.py:{TINY}", f"--workdir={workdir}", *options]
+
+
+def environment():
+  """As a user's shell has it: without the test suite's eight devices."""
+  return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+
+
+def run(workdir, *options):
+  return subprocess.run(command(workdir, *options), cwd=ROOT, env=environment(), capture_output=True, text=True,
+                        timeout=600)
+
+
+def lines(workdir):
+  """metrics.jsonl without its timing field."""
+  with open(os.path.join(workdir, "metrics.jsonl")) as f:
+    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in f]
+
+
+def files_of(folder):
+  return {os.path.relpath(p, folder): open(p, "rb").read() for p in glob.glob(f"{folder}/**", recursive=True)
+          if os.path.isfile(p)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """One finished run and its summary."""
+  workdir = str(tmp_path_factory.mktemp("run") / "a")
+  return workdir, trainer.train(get_config(TINY), workdir)
+
+
+def test_run_folder_has_all_keys(finished):
+  workdir, summary = finished
+  records = lines(workdir)
+  assert [r["round"] for r in records] == [1, 2, 3, 4]
+  assert [r["step"] for r in records] == [2, 4, 6, 8]
+  assert [r["tokens"] for r in records] == [4 * 2 * 2 * 16 * r for r in (1, 2, 3, 4)]
+  parameters = summary["parameters"] * 4  # float32 bytes
+  for r in records:
+    assert np.isfinite(r["train_loss"])
+    assert r["bytes_overlapped"] == 2 * 3 / 4 * parameters and r["bytes_blocking"] == parameters
+    evaluated = r["round"] % 2 == 0
+    for key in ("eval_loss", "eval_perplexity", "eval_loss_workers", "consensus_l2", "consensus_inner",
+                "consensus_outer", "consensus_blocks", "js_distance"):
+      assert (key in r) == evaluated, key
+    if evaluated:
+      assert r["eval_perplexity"] == pytest.approx(np.exp(r["eval_loss"]))
+      assert r["consensus_l2"] ** 2 == pytest.approx(r["consensus_inner"])
+      assert sum(r["consensus_blocks"].values()) == pytest.approx(r["consensus_inner"], rel=1e-5)
+      assert set(r["consensus_blocks"]) == {"embed", "layers_0", "final_norm", "lm_head"}
+      assert 0 < r["js_distance"] < 1
+  with open(os.path.join(workdir, "summary.json")) as f:
+    assert json.load(f) == summary
+  assert summary["eval_loss"] == records[-1]["eval_loss"] and summary["tokens"] == records[-1]["tokens"]
+  with open(os.path.join(workdir, "config.json")) as f:
+    assert json.load(f)["model.dim"] == 16
+  assert open(os.path.join(workdir, "curves.png"), "rb").read(8) == b"\x89PNG\r\n\x1a\n"
+  assert glob.glob(os.path.join(workdir, "tensorboard", "events*"))
+  assert os.path.isdir(os.path.join(workdir, "checkpoints", "4"))
+
+
+def test_finished_run_says_so_and_changes_nothing(finished):
+  workdir, _ = finished
+  before = files_of(workdir)
+  done = run(workdir)
+  assert done.returncode == 0, done.stderr
+  assert "is finished (4 rounds" in done.stderr and "Traceback" not in done.stderr
+  assert files_of(workdir) == before
+
+
+def test_other_config_in_the_folder_is_refused(finished):
+  workdir, _ = finished
+  before = files_of(workdir)
+  other = run(workdir, "--config.inner.lr=0.5")
+  assert other.returncode == 2
+  assert "inner.lr=0.5 contradicts" in other.stderr and "Traceback" not in other.stderr
+  assert files_of(workdir) == before
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--config.workers=3", "--config.method.mix1=hypercube", "--config.method.name=fgd"], ["hypercube", "workers=3"]),
+    (["--config.data.source=text", "--config.data.path=/nowhere/at/all"], ["/nowhere/at/all"]),
+    (["--config.method.subset=no_such_layer"], ["subset", "no_such_layer"]),
+    (["--config.modell.dim=3"], ["modell"]),
+    (["--config.model.heads=3"], ["heads"]),
+])
+def test_bad_input_stops_at_start_with_a_sentence(options, words, tmp_path):
+  done = run(str(tmp_path / "w"), *options)
+  assert done.returncode != 0
+  last = done.stderr.strip().splitlines()[-1]
+  assert all(w in last for w in words), done.stderr
+  assert not os.path.exists(tmp_path / "w" / "metrics.jsonl")
+
+
+def test_help_and_missing_workdir():
+  shown = subprocess.run([sys.executable, "-m", "fgd_jax.train", "--help"], cwd=ROOT, env=environment(),
+                         capture_output=True, text=True, timeout=300)
+  assert "--config" in shown.stdout and "--workdir" in shown.stdout
+  done = subprocess.run([sys.executable, "-m", "fgd_jax.train", "--config=configs/quickstart.py"], cwd=ROOT,
+                        env=environment(), capture_output=True, text=True, timeout=300)
+  assert done.returncode != 0 and "--workdir=DIR is needed" in done.stdout + done.stderr
+
+
+def test_folder_with_other_files_is_not_touched(tmp_path):
+  (tmp_path / "thesis.tex").write_text("precious")
+  with pytest.raises(ValueError, match="thesis.tex"):
+    trainer.train(get_config(TINY), str(tmp_path))
+  assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_more_workers_than_data_is_refused(tmp_path):
+  (tmp_path / "text").mkdir()
+  (tmp_path / "text" / "a.txt").write_text("a short story " * 40)
+  c = get_config(TINY + ",workers=64")
+  c.data.source, c.data.path = "text", str(tmp_path / "text")
+  with pytest.raises(ValueError, match="64"):
+    trainer.train(c, str(tmp_path / "w"))
+
+
+def test_non_finite_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_path):
+  workdir = str(tmp_path / "w")
+  c = get_config(TINY + ",rounds=6,inner.clip=0,inner.schedule=constant,inner.weight_decay=0,inner.warmup_steps=0,"
+                 "checkpoint_every=2,inner.lr=1e18")
+  with pytest.raises(trainer.NonFiniteError, match=r"Worker \d+ has (loss|non-finite parameters)") as e:
+    trainer.train(c, workdir)
+  assert "step" in str(e.value)
+  for kept in os.listdir(os.path.join(workdir, "checkpoints")):
+    assert int(kept) < 6
+
+
+def test_gradient_accumulation_and_stacked_layers_train_alike(tmp_path, finished):
+  _, summary = finished
+  accumulated = trainer.train(get_config(TINY + ",accumulate=2"), str(tmp_path / "accumulated"))
+  assert accumulated["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["GlobalM1LocalM2", "data_parallel"])
+def test_killed_runs_continue_bit_for_bit(method, tmp_path):
+  """SIGKILL in mid-round and during a save, then the same command: the same metrics and the same final state."""
+  options = [f"--config.method.name={method}", "--config.rounds=30", "--config.measure_every=0"]
+  whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
+  reference = run(whole, *options)
+  assert reference.returncode == 0, reference.stderr
+  metrics = os.path.join(broken, "metrics.jsonl")
+
+  def kill_when(ready):
+    process = subprocess.Popen(command(broken, *options), cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    until = time.time() + 300
+    while not ready() and process.poll() is None and time.time() < until:
+      time.sleep(0.001)
+    assert process.poll() is None, "the run ended before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+  kill_when(lambda: os.path.exists(metrics) and len(open(metrics).readlines()) >= 5)  # between two saves, in mid-round
+  before = len(lines(broken))
+  kill_when(lambda: any(int(os.path.basename(p).split(".")[0]) > before for p in
+                        glob.glob(os.path.join(broken, "checkpoints", "*.orbax-checkpoint-tmp"))))  # during a save
+  resumed = run(broken, *options)
+  assert resumed.returncode == 0, resumed.stderr
+  assert "Resuming at round" in resumed.stderr
+  assert lines(broken) == lines(whole)
+  a, b = (saved_state(w) for w in (whole, broken))
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+    np.testing.assert_array_equal(x, y)
+
+
+def saved_state(workdir):
+  """The last checkpoint as plain arrays."""
+  import orbax.checkpoint as ocp
+  return ocp.StandardCheckpointer().restore(os.path.join(workdir, "checkpoints", "30", "state"))
