@@ -9,5 +9,8 @@ def get_config(arg: str | None = None):
   c.rounds = 150
   c.inner_steps = 10
   c.data.max_bytes = 16_000_000
+  c.model.dim = 96
+  c.model.layers = 4
+  c.model.ffn_dim = 256
   apply_variant(c, arg)
   return c
