@@ -81,6 +81,10 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
   Raises:
     ValueError: an impossible argument; the sentence names it.
   """
+  if not isinstance(method, Method):
+    raise ValueError(f"method={method!r}: pass fgd_jax.methods.make(name, ...).")
+  if not (hasattr(inner_optimizer, "init") and hasattr(inner_optimizer, "update")):
+    raise ValueError(f"inner_optimizer={inner_optimizer!r} must be an optax transform, such as optax.adamw(1e-3).")
   if not isinstance(workers, Workers):
     raise ValueError(f"workers={workers!r}: pass fgd_jax.Workers(count, mesh=None).")
   prng = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
@@ -131,7 +135,7 @@ class Round:
 
   def init(self, params: PyTree) -> State:
     """State at round 0: every worker at `params` (arrays of any shape, floating-point), which are not consumed."""
-    params = jax.tree.map(_strong, params)
+    params = jax.tree.map(lambda x: self._workers.bring(_strong(x)), params)
     _check_params(params)
     shardings = self._state_shardings(params)
     z, inner_opt_state, ms = jax.jit(self._initial, out_shardings=shardings)(params)
@@ -297,9 +301,10 @@ class Round:
     """Loss, aux and gradient on one batch; with accumulation the mean over its micro-batches."""
     def loss_and_aux(w, batch, rng):
       out = self._loss_fn(w, batch, rng)
-      loss, aux = out if isinstance(out, tuple) else (out, None)
-      if jnp.shape(loss) != ():
-        raise ValueError(f"loss_fn returned shape {jnp.shape(loss)}; it must return a scalar or (scalar, aux).")
+      loss, aux = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
+      if not isinstance(loss, jax.Array) or loss.shape:
+        shape = f"an array of shape {loss.shape}" if isinstance(loss, jax.Array) else repr(type(loss).__name__)
+        raise ValueError(f"loss_fn returned {shape}; it must return a scalar or (scalar, aux).")
       return loss, aux
 
     gradient = jax.value_and_grad(loss_and_aux, has_aux=True)
@@ -390,14 +395,17 @@ def _check_params(params: PyTree) -> None:
   if not leaves:
     raise ValueError("params has no leaves; pass a pytree of floating-point arrays.")
   for path, x in leaves:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-      raise ValueError(f"Parameter {path_of(path)!r} has dtype {x.dtype}; parameters must be floating-point. Keep integers "
-                       "in the loss function's closure or in the batch.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f"Parameter {path_of(path)!r} has dtype {x.dtype}; parameters must be real floating-point. Keep "
+                       "integers in the loss function's closure or in the batch.")
 
 
 def _shares(weights: Sequence[float], workers: int) -> np.ndarray:
   """[M] weights scaled to sum M."""
-  shares = np.asarray(weights, np.float64)
+  try:
+    shares = np.asarray(weights, np.float64)
+  except (TypeError, ValueError):
+    shares = np.zeros(())
   if shares.shape != (workers,) or not np.all(np.isfinite(shares)) or np.any(shares <= 0):
     raise ValueError(f"worker_weights={list(weights)} must hold one positive number for each of the {workers} workers.")
   return shares * workers / shares.sum()

@@ -41,7 +41,7 @@ def like_params(tree: PyTree, params: PyTree, specs: dict[str, PartitionSpec]) -
 
   def leaf(path, x):
     keys = path_of(path).split("/")
-    for i in range(len(keys)):
+    for i in range(len(keys) + 1):  # the last one is "": parameters that are a single array
       name = "/".join(keys[i:])
       if shapes.get(name) == tuple(x.shape):
         return specs[name]

@@ -29,7 +29,7 @@ class Workers:
   """
 
   def __init__(self, count: int, mesh: Mesh | None = None):
-    if not isinstance(count, (int, np.integer)) or count < 1:
+    if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 1:
       raise ValueError(f"Workers(count={count!r}): the number of workers must be a positive integer.")
     self.count = int(count)
     if mesh is None:
@@ -64,6 +64,13 @@ class Workers:
   def replicated(self) -> jax.sharding.Sharding:
     """Sharding of what every worker has whole."""
     return SingleDeviceSharding(_default_device()) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+  def bring(self, x: Any) -> Any:
+    """The array as it is where the placement can read it; from other devices, a copy for everyone."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+      return x
+    here = self.replicated()
+    return x if x.sharding.device_set == here.device_set else jax.device_put(x, here)
 
   def spmd(self, body: Callable, stacks: int) -> Callable:
     """Runs `body` on every slot's local stack.

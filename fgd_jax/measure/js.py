@@ -63,6 +63,6 @@ def pairwise_js(logits: jax.Array) -> dict[str, jax.Array]:
   distance, divergence = jax.lax.map(pair, (a, b))  # one pair at a time: [positions, V] in memory, not [pairs, ...]
   log_p = jax.nn.log_softmax(logits)
   log_mean = jax.nn.logsumexp(log_p, axis=0) - math.log(workers)
-  entropy = lambda log_q: -jnp.sum(jnp.exp(log_q) * log_q, axis=-1)
+  entropy = lambda log_q: -jnp.sum(jnp.where(log_q > -jnp.inf, jnp.exp(log_q) * log_q, 0), axis=-1)
   generalised = jnp.mean(entropy(log_mean) - jnp.mean(entropy(log_p), axis=0))
   return {"js_distance": jnp.mean(distance), "js_divergence": jnp.mean(divergence), "js_generalised": generalised}

@@ -53,13 +53,13 @@ class Method:
     bound = {}
     for stream, field in enumerate(self.mixers):
       topology = getattr(self, field)
-      if topology is not None and not isinstance(topology, Mixer):
-        bound[field] = make_mixer(topology, workers=workers, seed=_stream_seed(seed, stream), key=field)
+      if not isinstance(topology, Mixer):
+        bound[field] = make_mixer(topology or "identity", workers=workers, seed=_stream_seed(seed, stream), key=field)
     return dataclasses.replace(self, **bound)
 
   def bound_mixers(self) -> list[Mixer]:
     """All mixers of a bound method, the overlapped one first."""
-    return [m for m in (getattr(self, field) for field in self.mixers) if m is not None]
+    return [getattr(self, field) for field in self.mixers]
 
   @property
   def overlapped(self) -> Mixer | None:
@@ -86,6 +86,8 @@ def outer_optimizer(outer: Any, outer_lr: Any, outer_momentum: float | None, use
   if outer is not None:
     if outer_lr is not None or outer_momentum is not None:
       raise ValueError("outer= stands in place of outer_lr and outer_momentum; give one or the other.")
+    if not (hasattr(outer, "init") and hasattr(outer, "update")):
+      raise ValueError(f"outer={outer!r} must be an optax transform, such as optax.sgd(0.7, momentum=0.9, nesterov=True).")
     return outer
   return nesterov(default_lr if outer_lr is None else outer_lr,
                   default_momentum if outer_momentum is None else outer_momentum, use_nesterov)

@@ -114,15 +114,18 @@ class Mixer:
       if pattern.mean:
         count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(x.dtype)
         return jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), got / count, x)
-      mixed = x * (1 - sum(weight for weight, _ in pattern.terms)) if pattern.terms else x
+      if not pattern.terms:
+        return x
+      wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
+      mixed = x.astype(wide) * (1 - sum(weight for weight, _ in pattern.terms))
       for (weight, source), block in zip(pattern.terms, got):
         other = exchange.permute_finish(block, source, ctx.placement, ctx.ids)
         if self.topology.symmetric:
           active = ctx.alive & ctx.alive[jnp.asarray(source)]
         else:
           active = jnp.broadcast_to(jnp.all(ctx.alive), ctx.alive.shape)
-        mixed = mixed + weight * jnp.where(exchange.local_rows(active, ctx.ids, x), other, x)
-      return mixed
+        mixed = mixed + weight * jnp.where(exchange.local_rows(active, ctx.ids, x), other, x).astype(wide)
+      return mixed.astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, stack, raw)
 
@@ -185,6 +188,9 @@ def make(name: str | tuple[str, Mapping[str, Any]], *, workers: int, seed: int =
     ValueError: unknown topology or option, or an impossible number of workers.
   """
   if not isinstance(name, str):
-    name, given = name
-    options = {**given, **options}
+    try:
+      name, given = name
+      options = {**given, **options}
+    except (TypeError, ValueError) as e:
+      raise ValueError(f"Topology {name!r} must be a name or (name, options).") from e
   return Mixer(make_topology(name, workers, seed, **options), key)

@@ -61,8 +61,11 @@ class Subset:
   def __init__(self, subset: Any):
     if isinstance(subset, str) and (call := _CALL.match(subset)):
       subset = embeddings_head_early_layers(int(call.group(1)))
-    if isinstance(subset, (str, Rule)):
+    if isinstance(subset, (str, Rule)) or (isinstance(subset, tuple) and len(subset) == 3 and isinstance(subset[1], int)):
       subset = [subset]
+    if not isinstance(subset, (list, tuple)):
+      raise ValueError(f"subset={subset!r} must be a regular expression, a list of rules (pattern, axis, slice) or "
+                       "embeddings_head_early_layers(n).")
     self.early = subset if isinstance(subset, EarlyLayers) else None
     self.rules = [] if self.early else [_rule(r) for r in subset]
 

@@ -13,6 +13,7 @@ Definitions and contraction factors: specs "Gossip topologies and contraction"; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import zlib
@@ -68,16 +69,18 @@ class Topology:
   seed: int = 0
   striped: bool = False
 
-  @property
+  @functools.cached_property
   def symmetric(self) -> bool:
-    return all(np.allclose(w, w.T) for w in self.matrices())
+    return all(np.allclose(w, w.T) for w in self.matrices)
 
   @property
   def identity(self) -> bool:
     """Whether nothing is ever exchanged."""
     return all(not p.mean and p.messages() == 0 for p in self.bank)
 
+  @functools.cached_property
   def matrices(self) -> list[np.ndarray]:
+    """The float64 [M, M] matrices of the bank."""
     return [pattern.matrix(self.workers) for pattern in self.bank]
 
   def choice(self, r: int) -> int:
@@ -121,12 +124,12 @@ class Topology:
     if self.draw == "cycle" and rounds > 1:
       product = np.eye(self.workers)
       for r in range(rounds):
-        product = self.matrices()[self.choice(r)] @ product
+        product = self.matrices[self.choice(r)] @ product
       second = (product - mean).T @ (product - mean)
     else:
       second = np.eye(self.workers) - mean
       for _ in range(rounds):
-        second = sum(w.T @ second @ w for w in self.matrices()) / len(self.bank)
+        second = sum(w.T @ second @ w for w in self.matrices) / len(self.bank)
     return float(max(np.linalg.eigvalsh((second + second.T) / 2)[-1], 0.0))
 
 
@@ -238,7 +241,11 @@ def _random_groups(workers: int, size: int, seed: int) -> list[Pattern]:
     partitions = _all_partitions(list(range(workers)), size)
   else:
     rng = np.random.default_rng(seed)
-    partitions = [rng.permutation(workers).reshape(-1, size).tolist() for _ in range(RANDOM_GROUPS_POOL)]
+    draws = (sorted(sorted(g) for g in rng.permutation(workers).reshape(-1, size).tolist()) for _ in itertools.count())
+    partitions = []
+    while len(partitions) < RANDOM_GROUPS_POOL:
+      if (partition := next(draws)) not in partitions:
+        partitions.append(partition)
   return [_groups(p, workers) for p in partitions]
 
 
@@ -255,8 +262,8 @@ def _random_pairs(m: int, seed: int) -> tuple[list[Pattern], str]:
 
 
 def _groups_topology(m: int, seed: int, group_size: int = 4) -> tuple[list[Pattern], str]:
-  if group_size < 1 or m % group_size:
-    raise ValueError(f"random_groups: group_size={group_size} must divide workers={m}; choose a divisor.")
+  if not isinstance(group_size, int) or group_size < 1 or m % group_size:
+    raise ValueError(f"random_groups: group_size={group_size!r} must divide workers={m}; choose a divisor.")
   return _random_groups(m, group_size, seed), "random"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import optax
 
 
@@ -17,8 +19,9 @@ def nesterov(outer_lr: optax.ScalarOrSchedule, outer_momentum: float = 0.9, nest
   Raises:
     ValueError: a momentum outside [0, 1) or a learning rate that is not positive.
   """
-  if not 0 <= outer_momentum < 1:
-    raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1).")
-  if not callable(outer_lr) and outer_lr <= 0:
-    raise ValueError(f"outer_lr={outer_lr} must be positive.")
+  number = lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool)
+  if not (number(outer_momentum) and 0 <= outer_momentum < 1):
+    raise ValueError(f"outer_momentum={outer_momentum!r} must be a number in [0, 1).")
+  if not callable(outer_lr) and not (number(outer_lr) and 0 < outer_lr < float("inf")):
+    raise ValueError(f"outer_lr={outer_lr!r} must be a positive number or an optax schedule over rounds.")
   return optax.sgd(outer_lr, momentum=outer_momentum or None, nesterov=nesterov and outer_momentum > 0)
