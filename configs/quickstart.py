@@ -12,5 +12,7 @@ def get_config(arg: str | None = None):
   c.model.dim = 96
   c.model.layers = 4
   c.model.ffn_dim = 256
+  c.method.outer_lr = 0.7
+  c.method.outer_momentum = 0.5
   apply_variant(c, arg)
   return c

@@ -36,12 +36,17 @@ def flat(config: ConfigDict) -> dict[str, Any]:
 def apply_variant(config: ConfigDict, arg: str | None) -> None:
   """Sets keys from a config string such as "workers=8,method=LocalM1M2,inner.lr=1e-3".
 
+  `method=NAME` means that method with its own defaults: options that the config chose for another method are unset.
+
   Raises:
     ValueError: a word that is not key=value, an unknown key or a value of the wrong type.
   """
   for word in filter(None, (arg or "").split(",")):
     key, equals, text = word.partition("=")
-    key = "method.name" if key == "method" else key.strip()
+    key = key.strip()
+    if key == "method":
+      key = "method.name"
+      config.method.update({option: None for option in config.method if option != "name"})
     if not equals:
       raise ValueError(f"Config variant {word!r} is not of the form key=value.")
     _refuse_unknown([key])

@@ -31,6 +31,13 @@ def test_every_config_file_is_valid_and_takes_variants(path):
   assert (varied.workers, varied.method.name, varied.inner.lr, varied.model.tied) == (8, "LocalM1M2", 1e-4, True)
 
 
+def test_another_method_starts_from_its_own_defaults():
+  c = load(os.path.join(ROOT, "configs", "quickstart.py:method=data_parallel"))
+  configs.validate(c)
+  assert c.method.outer_lr is None
+  assert load(os.path.join(ROOT, "configs", "quickstart.py:method=diloco,method.outer_lr=0.3")).method.outer_lr == 0.3
+
+
 def test_every_key_of_the_default_config_has_a_comment():
   lines = [line for line in open(os.path.join(ROOT, "configs", "default.py")) if line.strip().startswith("c.")]
   keys = [line for line in lines if " = " in line and "ConfigDict()" not in line]
