@@ -1,7 +1,7 @@
 """Every key of a run, with its default. Other configs start from `get_config()` here and change what they need.
 
-`--config=configs/default.py:workers=8,method=LocalM1M2` sets keys in one word (`method=NAME` is that method with its defaults);
-`--config.inner.lr=1e-3` sets one key. None means: not set, the default is chosen where the key is used.
+`--config=configs/default.py:workers=8,method=LocalM1M2` sets keys in one word (`method=NAME` is that method with its own
+defaults); `--config.inner.lr=1e-3` sets one key. None means: not set, the default is chosen where the key is used.
 """
 
 from ml_collections import config_dict
