@@ -31,7 +31,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.mesh = config_dict.ConfigDict()
   c.mesh.worker = placeholder(int)  # device positions over which the workers are spread; None: as many as fit
   c.mesh.fsdp = 1                  # devices over which a worker's parameters are sharded
-  c.mesh.tensor = 1                # devices of tensor parallelism inside a worker
+  c.mesh.tensor = 1                # devices of tensor parallelism inside a worker (the trainer takes 1 only)
 
   c.data = config_dict.ConfigDict()
   c.data.source = "text"           # text | array_record (made by fgd_jax.data.tokenize) | tfds | synthetic

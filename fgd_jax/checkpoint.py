@@ -15,6 +15,10 @@ from fgd_jax.config import FREE_KEYS, flat
 from fgd_jax.round import State
 
 
+class ConfigMismatchError(ValueError):
+  """A config contradicts the run that it should continue."""
+
+
 class Checkpoints:
   """The checkpoints of one run's folder.
 
@@ -52,7 +56,8 @@ class Checkpoints:
     """The newest state, sharded as `abstract` says; moves the iterator `data` to its position.
 
     Raises:
-      ValueError: a config that contradicts the checkpoint's, naming the key; or a checkpoint that cannot be read.
+      ConfigMismatchError: a config that contradicts the checkpoint's, naming the key.
+      ValueError: a checkpoint that cannot be read.
     """
     step = self.latest()
     if step is None:
@@ -64,11 +69,9 @@ class Checkpoints:
       restored = self._manager.restore(step, args=ocp.args.Composite(
           state=ocp.args.StandardRestore(target),
           data=grain.checkpoint.CheckpointRestore(data)))  # type: ignore[attr-defined]
-    except (OSError, KeyError, TypeError) as e:
-      raise ValueError(_unreadable(self._manager.directory, step, e)) from e
-    except ValueError as e:
-      if "contradicts" in str(e):
-        raise
+    except ConfigMismatchError:
+      raise
+    except Exception as e:  # orbax and tensorstore raise what they please for damaged files
       raise ValueError(_unreadable(self._manager.directory, step, e)) from e
     state = restored["state"]
     return State(state.params, state.inner_opt_state, state.method_state, np.int32(state.round))
@@ -86,7 +89,7 @@ def _unreadable(folder: Any, step: int, error: Exception) -> str:
 
 
 def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str) -> None:
-  """Raises ValueError for the first key in which `config` contradicts the saved keys.
+  """Raises ConfigMismatchError for the first key in which `config` contradicts the saved keys.
 
   `rounds` may change where the learning rate does not depend on it (inner.schedule=constant).
   """
@@ -94,5 +97,5 @@ def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str) -
   now = flat(config)
   for key in sorted(set(now) | set(saved)):
     if key not in free and now.get(key) != saved.get(key):
-      raise ValueError(f"{key}={now.get(key)!r} contradicts {where}, which has {saved.get(key)!r}; restore the value or "
-                       "choose another --workdir.")
+      raise ConfigMismatchError(f"{key}={now.get(key)!r} contradicts {where}, which has {saved.get(key)!r}; restore the "
+                                "value or choose another --workdir.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from typing import Any
 
@@ -95,6 +96,22 @@ def validate(config: ConfigDict) -> None:
               "inner.clip"):
     if values[key] < 0:
       raise ValueError(f"{key}={values[key]} must not be negative.")
+  for key, value in values.items():
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f"{key}={value} must be finite.")
+  for key in ("inner.b1", "inner.b2"):
+    if not 0 <= values[key] < 1:
+      raise ValueError(f"{key}={values[key]} must be in [0, 1).")
+  for key in ("mesh.worker", "cpu_devices", "model.vocab_size"):
+    if values[key] is not None and values[key] < 1:
+      raise ValueError(f"{key}={values[key]} must be at least 1, or None.")
+  if config.mesh.tensor > 1:
+    raise ValueError(f"mesh.tensor={config.mesh.tensor} is not supported by the trainer yet; use mesh.fsdp.")
+  if config.measure_every and config.measure_sequences > config.eval_batches * config.eval_batch_size:
+    raise ValueError(f"measure_sequences={config.measure_sequences} exceeds the eval_batches x eval_batch_size = "
+                     f"{config.eval_batches * config.eval_batch_size} held-out sequences; lower it.")
+  if config.batch_size % config.mesh.fsdp:
+    raise ValueError(f"mesh.fsdp={config.mesh.fsdp} must divide batch_size={config.batch_size}, which it shards.")
   if config.batch_size % config.accumulate:
     raise ValueError(f"accumulate={config.accumulate} must divide batch_size={config.batch_size}.")
   if config.mesh.worker is not None and config.workers % config.mesh.worker:
@@ -139,7 +156,7 @@ def _topology(text: str) -> Any:
 def make_schedule(config: ConfigDict) -> optax.Schedule:
   """Learning rate by inner step, counted over the whole run (it does not restart in a round)."""
   inner, steps = config.inner, config.rounds * config.inner_steps
-  warmup = min(inner.warmup_steps, steps - 1)
+  warmup = inner.warmup_steps if inner.schedule == "constant" else min(inner.warmup_steps, steps - 1)
   after = (optax.constant_schedule(inner.lr) if inner.schedule == "constant" else
            optax.cosine_decay_schedule(inner.lr, max(steps - warmup, 1), alpha=inner.end_lr_fraction))
   if not warmup:

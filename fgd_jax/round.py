@@ -91,16 +91,19 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
   if prng != "threefry2x32":
     raise ValueError(f"jax_default_prng_impl={prng!r} gives different numbers under vmap than "
                      "in a loop, so placements would differ; use threefry2x32.")
+  if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+    raise ValueError(f"seed={seed!r} must be an integer from 0 to 2^63 - 1.")
   if accumulate < 1:
     raise ValueError(f"accumulate={accumulate}: at least one micro-batch is needed.")
   if inner_loop not in ("auto", "map", "vmap"):
     raise ValueError(f"inner_loop={inner_loop!r} must be 'auto', 'map' or 'vmap'.")
+  measure = (measure,) if isinstance(measure, str) else measure
   for m in measure:
     if m != "consensus" and not callable(m):
       raise ValueError(f"measure={m!r} must be 'consensus' or a function (w, z) -> dict.")
   weights = None if worker_weights is None else _shares(worker_weights, workers.count)
-  bound = method.bind(workers.count, seed)
-  round_fn = Round(bound, loss_fn, inner_optimizer, workers, seed, tuple(measure), accumulate, weights,
+  bound = method.bind(workers.count, int(seed))
+  round_fn = Round(bound, loss_fn, inner_optimizer, workers, int(seed), tuple(measure), accumulate, weights,
                    tuple(param_sharding), batch_sharding, inner_loop)
   return round_fn.init, round_fn
 
@@ -169,15 +172,19 @@ class Round:
   def __call__(self, state: State, batches: PyTree, alive: Any = None, measured: bool = True
                ) -> tuple[State, dict[str, Any]]:
     """One round; see the class."""
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state[:3])):
-      raise ValueError("This state was consumed by an earlier round (its buffers are donated); use the state that "
-                       "round_fn returned.")
+    if not isinstance(state, State):
+      raise ValueError(f"round_fn takes the State that init or an earlier round returned, not {type(state).__name__}.")
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+      raise ValueError("A round is one compiled program and cannot run under jax.disable_jit(); debug loss_fn by itself.")
+    _refuse_consumed(state)
     self._check(state.params, batches)
     r = int(state.round)
-    alive = np.ones(self._workers.count, bool) if alive is None else np.asarray(alive, bool)
-    if alive.shape != (self._workers.count,):
-      raise ValueError(f"alive has shape {alive.shape}; it needs one entry for each of the {self._workers.count} workers.")
+    alive = np.ones(self._workers.count, bool) if alive is None else np.asarray(alive)
+    if alive.shape != (self._workers.count,) or not np.isin(alive, (0, 1)).all():
+      raise ValueError(f"alive={alive.tolist()} must hold True or False for each of the {self._workers.count} workers.")
+    alive = alive.astype(bool)
     measured = measured and bool(self._measure)
+    state = self._bring(state)
     executables = self.compile(state, batches, measured=(measured,))
     run = executables[measured, self._permutation(r)]
     batches = jax.device_put(batches, self._batch_sharding())
@@ -324,6 +331,15 @@ class Round:
     (loss, aux), grads = jax.tree.map(lambda x: x / parts, total)
     return loss, aux, grads
 
+  def _bring(self, state: State) -> State:
+    """The state where the executables expect it; what lies on other devices is copied there."""
+    here = self._workers.replicated().device_set
+    if all(not isinstance(x, jax.Array) or x.sharding.device_set == here for x in jax.tree.leaves(state[:3])):
+      return state
+    shardings = self._state_shardings(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params))
+    z, inner_opt_state, ms = jax.device_put(state[:3], shardings)
+    return State(z, inner_opt_state, ms, state.round)
+
   # --- small parts ---------------------------------------------------------------------------------------------------
 
   def _context(self, r, ids, scalars, permutation: int | None) -> Context:
@@ -370,7 +386,14 @@ def _mean(stack: PyTree) -> PyTree:
 
 def mean_params(state: State) -> PyTree:
   """The average model: one exact mean over the workers' parameters, without the worker axis."""
+  _refuse_consumed(state)
   return _mean(state.params)
+
+
+def _refuse_consumed(state: State) -> None:
+  if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state[:3])):
+    raise ValueError("This state was consumed by an earlier round (its buffers are donated); use the state that "
+                     "round_fn returned.")
 
 
 def _consensus(w: PyTree, z: PyTree) -> dict[str, jax.Array]:

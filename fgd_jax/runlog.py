@@ -75,16 +75,24 @@ class RunLog:
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:
-  """The records of a metrics.jsonl; a torn last line (the machine went down) is left out."""
+  """The records of a metrics.jsonl; a torn last line (the machine went down) is left out.
+
+  Raises:
+    ValueError: another line is damaged.
+  """
   if not os.path.exists(path):
     return []
   records = []
-  with open(path, encoding="utf-8") as f:
-    for line in f:
-      try:
-        records.append(json.loads(line))
-      except json.JSONDecodeError:
-        break
+  with open(path, encoding="utf-8", errors="replace") as f:
+    lines = f.read().splitlines()
+  for number, line in enumerate(lines, 1):
+    try:
+      record = json.loads(line)
+      record["round"] += 0
+      records.append(record)
+    except (json.JSONDecodeError, TypeError, KeyError) as e:
+      if number < len(lines):
+        raise ValueError(f"{path} is damaged in line {number}; mend or delete that line, or move the file away.") from e
   return records
 
 

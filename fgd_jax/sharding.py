@@ -7,12 +7,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from fgd_jax.mixing import path_of
 
 PyTree = Any
 Rules = Sequence[tuple[str, PartitionSpec]]
+
+# The Llama of fgd_jax.models: matrices are divided over `fsdp` along the model width.
+_COLUMNS, _ROWS = r"/(q|k|v|gate|up)/kernel$", r"/(o|down)/kernel$"
+LLAMA_RULES: Rules = (
+    (r"^layers/.*" + _COLUMNS, PartitionSpec(None, "fsdp")),
+    (r"^layers/.*" + _ROWS, PartitionSpec(None, None, "fsdp")),
+    (_COLUMNS, PartitionSpec("fsdp")),
+    (_ROWS, PartitionSpec(None, "fsdp")),
+    (r"^embed/embedding$", PartitionSpec(None, "fsdp")),
+    (r"^lm_head/kernel$", PartitionSpec("fsdp")),
+)
+
+
+def inside_worker(mesh: Mesh | None) -> dict[str, Any]:
+  """The sharding arguments of `build_round` for the Llama on a mesh with an axis `fsdp` above 1; none without."""
+  if mesh is None or mesh.shape.get("fsdp", 1) == 1:
+    return {}
+  return {"param_sharding": LLAMA_RULES, "batch_sharding": PartitionSpec("fsdp")}
 
 
 def param_specs(params: PyTree, rules: Rules) -> dict[str, PartitionSpec]:

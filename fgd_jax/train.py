@@ -7,12 +7,15 @@ Started again with the same command, a run that was stopped anywhere goes on whe
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -25,13 +28,16 @@ from ml_collections import ConfigDict, config_flags
 
 import fgd_jax as fgd
 from fgd_jax import config as configs
-from fgd_jax import data, measure, models
+from fgd_jax import data, measure, models, sharding
 from fgd_jax.checkpoint import Checkpoints, refuse_other_config
 from fgd_jax.report import curves
 from fgd_jax.round import State
 from fgd_jax.runlog import RunLog, read_lines, show_own_logs
 
 PyTree = Any
+LOCK_FILE = ".lock"
+ADVICE = ("Nothing was saved over earlier checkpoints. Try a lower inner.lr or method.outer_lr in a new --workdir, or look "
+          "at that worker's data.")
 
 
 class NonFiniteError(RuntimeError):
@@ -46,7 +52,12 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     NonFiniteError: a non-finite loss or state, naming worker and step; nothing is saved over the last good checkpoint.
   """
   configs.validate(config)
-  summary = claim_workdir(config, workdir)
+  with claimed(workdir):
+    return _train(config, workdir)
+
+
+def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
+  summary = recognise_run(config, workdir)
   if summary is not None:
     logging.info("The run in %s is finished (%d rounds, held-out loss %.4f); nothing to do. For a longer run choose "
                  "another --workdir.", workdir, summary["rounds"], summary["eval_loss"])
@@ -60,9 +71,10 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
   probe = jnp.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
+  measures = (consensus_by_block, js_of(model.apply, probe)) if config.measure_every else ()
   init, round_fn = fgd.build_round(
       configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      accumulate=config.accumulate, measure=(consensus_by_block, js_of(model.apply, probe)) if config.measure_every else ())
+      accumulate=config.accumulate, measure=measures, **sharding.inside_worker(workers.mesh))
 
   # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
@@ -134,28 +146,64 @@ def due(rounds: int, every: int, last: int) -> bool:
 # --- the run's folder ------------------------------------------------------------------------------------------------
 
 
-def claim_workdir(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
-  """Makes the folder or recognises this run in it; returns the summary of a run that is finished.
+@contextlib.contextmanager
+def claimed(workdir: str) -> Iterator[None]:
+  """Makes the folder and holds its lock, which ends with the process however that ends.
 
   Raises:
-    ValueError: a folder that holds something else, or a run whose config contradicts this one.
+    ValueError: a folder that holds something else, or that another process holds.
+    OSError: the folder cannot be made or written.
   """
   os.makedirs(workdir, exist_ok=True)
-  path = os.path.join(workdir, "config.json")
-  if not os.path.exists(path):
-    strangers = sorted(set(os.listdir(workdir)) - {"checkpoints", "tensorboard", "metrics.jsonl"})
-    if strangers:
+  if not os.path.exists(os.path.join(workdir, "config.json")):
+    ours = {"checkpoints", "tensorboard", "metrics.jsonl", "summary.json", curves.FILE_NAME, LOCK_FILE}
+    if strangers := sorted(set(os.listdir(workdir)) - ours):
       raise ValueError(f"--workdir={workdir} holds {strangers[0]!r} and no config.json; choose an empty or new folder.")
+  with open(os.path.join(workdir, LOCK_FILE), "w") as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+      raise ValueError(f"Another process is running in --workdir={workdir}; stop it or choose another folder.") from e
+    except OSError:  # a file system without locks
+      pass
+    yield
+
+
+def recognise_run(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
+  """Looks at what an earlier start left in the folder; returns the summary of a run that is finished.
+
+  Raises:
+    ValueError: a damaged run, or one whose config contradicts this one.
+  """
+  path, checkpoints = os.path.join(workdir, "config.json"), os.path.join(workdir, "checkpoints")
+  if os.path.exists(checkpoints) and not os.path.isdir(checkpoints):
+    raise ValueError(f"{checkpoints} is not a folder; choose another --workdir.")
+  if not os.path.exists(path):
     return None
-  with open(path, encoding="utf-8") as f:
-    refuse_other_config(config, json.load(f), f"the run in {workdir}")
+  refuse_other_config(config, read_json(path), f"the run in {workdir}")
+  read_lines(os.path.join(workdir, "metrics.jsonl"))  # refuses damaged records before they are rewritten
   finished = os.path.join(workdir, "summary.json")
-  if os.path.exists(finished):
-    with open(finished, encoding="utf-8") as f:
-      summary = json.load(f)
-    if summary["rounds"] >= config.rounds:
-      return summary
+  if not os.path.exists(finished):
+    return None
+  summary = read_json(finished)
+  if summary.get("rounds", 0) >= config.rounds:
+    return summary
+  if not os.path.isdir(checkpoints):
+    raise ValueError(f"The run in {workdir} ended at round {summary.get('rounds')} and its checkpoints are gone, so it "
+                     "cannot be continued; choose another --workdir.")
   return None
+
+
+def read_json(path: str) -> dict[str, Any]:
+  """The object in a JSON file of a run."""
+  try:
+    with open(path, encoding="utf-8") as f:
+      content = json.load(f)
+    if isinstance(content, dict) and content:
+      return content
+  except ValueError:
+    pass
+  raise ValueError(f"{path} is damaged; restore it, move it away or choose another --workdir.")
 
 
 def write_config(config: ConfigDict, workdir: str) -> None:
@@ -173,7 +221,10 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 def summarise(config: ConfigDict, workdir: str, facts: dict[str, Any]) -> dict[str, Any]:
   """Writes summary.json and the plot from metrics.jsonl."""
   records = read_lines(os.path.join(workdir, "metrics.jsonl"))
-  last = records[-1]
+  last = records[-1] if records else {}
+  if last.get("round") != config.rounds or "eval_loss" not in last:
+    raise ValueError(f"{workdir}/metrics.jsonl lacks the record of round {config.rounds}, so there is no summary; the final "
+                     "state is in checkpoints/.")
   speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
   keys = ("eval_loss", "eval_perplexity", "eval_loss_workers", "train_loss", "tokens", "step", "bytes_overlapped",
           "bytes_blocking")
@@ -203,8 +254,8 @@ def flush(pending: dict[str, Any] | None, log: RunLog, config: ConfigDict) -> No
   if not np.isfinite(loss_MxH).all():
     worker, h = np.argwhere(~np.isfinite(loss_MxH))[0]
     step = record["step"] - config.inner_steps + h + 1
-    raise NonFiniteError(f"Worker {worker} has loss {loss_MxH[worker, h]} at step {step} (round {record['round']}); the "
-                         "last good checkpoint is kept. Lower inner.lr or method.outer_lr, or look at that worker's data.")
+    raise NonFiniteError(f"Worker {worker} has loss {loss_MxH[worker, h]} at step {step} (round {record['round']}). "
+                         + ADVICE)
   record["train_loss"] = float(loss_MxH.mean())
   for key in ("consensus_inner", "consensus_outer"):
     if key in metrics:
@@ -225,8 +276,8 @@ def refuse_non_finite(finite_M: jax.Array, step: int) -> None:
   """Stops before a save when a worker's parameters or optimizer state hold a non-finite number."""
   bad = np.flatnonzero(~np.asarray(finite_M))
   if bad.size:
-    raise NonFiniteError(f"Worker {bad[0]} has non-finite parameters or optimizer state after step {step}; the last good "
-                         "checkpoint is kept. Lower inner.lr or method.outer_lr, or look at that worker's data.")
+    raise NonFiniteError(f"Worker {bad[0]} has non-finite parameters or optimizer state after step {step}. "
+                         + ADVICE)
 
 
 def finite_by_worker(state: State) -> jax.Array:
@@ -282,10 +333,28 @@ def main(argv: list[str]) -> None:
   show_own_logs()
   try:
     train(flags.FLAGS.config, flags.FLAGS.workdir)
-  except (ValueError, FileNotFoundError, NonFiniteError) as e:
+  except (ValueError, OSError, NonFiniteError) as e:
     if os.environ.get("FGD_JAX_TRACEBACK"):
       raise
-    logging.error("%s", e)
+    logging.error("%s", " ".join(str(e).split()))
+    raise SystemExit(2) from e
+  except KeyboardInterrupt as e:
+    logging.error("Interrupted; the same command continues from the last checkpoint in %s.", flags.FLAGS.workdir)
+    raise SystemExit(130) from e
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """absl's parser, with one sentence where a config cannot be loaded or a key does not exist."""
+  try:
+    return flags.FLAGS(argv)
+  except Exception as e:  # a config file may raise anything
+    if os.environ.get("FGD_JAX_TRACEBACK"):
+      raise
+    lines = [line.strip() for line in str(e).replace("\\n", "\n").splitlines() if line.strip()]
+    traced = any("Traceback (most recent call last)" in line for line in lines)  # an error inside the config file
+    message = lines[-1] if traced else " ".join(lines)
+    print(f"Cannot start: {message[:500]} (usage: python -m fgd_jax.train --config=FILE[:key=value,...] --workdir=DIR; "
+          "keys: configs/default.py)", file=sys.stderr)
     raise SystemExit(2) from e
 
 
@@ -293,4 +362,4 @@ if __name__ == "__main__":
   config_flags.DEFINE_config_file("config", help_string="Config file, e.g. configs/quickstart.py[:key=value,...].")
   flags.DEFINE_string("workdir", None, "Folder of the run; the same command resumes it.")
   flags.mark_flag_as_required("config")
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

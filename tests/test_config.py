@@ -87,6 +87,12 @@ def test_bad_variants_are_named(arg, words):
     ("method=fgd,method.mix1=random_groups:group_size=3", ["group_size=3", "workers=4"]),
     ("method.outer_momentum=1.0", ["outer_momentum=1.0"]),
     ("method.outer_lr=-1", ["outer_lr=-1.0"]),
+    ("mesh.worker=0", ["mesh.worker=0"]),
+    ("mesh.tensor=2", ["mesh.tensor=2"]),
+    ("mesh.fsdp=3", ["mesh.fsdp=3", "batch_size=4"]),
+    ("inner.lr=nan", ["inner.lr", "finite"]),
+    ("inner.b1=1.5", ["inner.b1=1.5"]),
+    ("measure_sequences=1000", ["measure_sequences=1000", "64"]),
     ("rounds=2000000000,inner_steps=20", ["rounds", "overflow"]),
 ])
 def test_impossible_values_stop_with_one_sentence(arg, words):

@@ -1,6 +1,7 @@
 """Methods against NumPy references written from the specification: gradients by hand, matrices of the bound mixers."""
 
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -675,6 +676,13 @@ def test_bound_factors_of_the_presets():
   for name, factor in (("GlobalM1", 2), ("GlobalM1LocalM2", 10 / 7), ("LocalM1M2", 1.75)):
     bound = fgd.methods.make(name).bind(8)
     assert 1 + bound.mix2.contraction() / (1 - bound.mix1.contraction()) == pytest.approx(factor, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [*fgd.methods.METHODS, *fgd.methods.PRESETS])
+def test_methods_can_be_pickled_bound_or_not(name):
+  for method in (fgd.methods.make(name), fgd.methods.make(name).bind(4, 1)):
+    again = pickle.loads(pickle.dumps(method))
+    assert again == method and type(again) is type(method)
 
 
 def test_methods_are_reusable_and_unchanged_by_binding():

@@ -545,3 +545,37 @@ def test_a_state_of_another_number_of_workers_is_refused():
   _, round_fn = build(workers=4)
   text = refusal(lambda: round_fn(init(params_of()), batch_of()))
   assert "4 workers" in text
+
+
+def test_a_state_from_elsewhere_is_brought_to_the_placement():
+  params, batch = {"w": np.ones(3, np.float32)}, np.ones((4, 2, 3), np.float32)
+  loss = lambda p, b, rng: jnp.sum(p["w"] * b)
+  ends = []
+  for mesh in (None, jax.make_mesh((4,), ("worker",))):
+    _, round_fn = fgd.build_round(fgd.methods.make("diloco"), loss, optax.adam(0.1), workers=fgd.Workers(4, mesh))
+    init, _ = fgd.build_round(fgd.methods.make("diloco"), loss, optax.adam(0.1), workers=fgd.Workers(4))
+    state, _ = round_fn(init(params), batch)
+    ends.append(np.asarray(state.params["w"]))
+  np.testing.assert_allclose(ends[0], ends[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda init, round_fn: round_fn({"w": np.ones(3)}, np.ones((2, 1, 3))), "takes the State"),
+    (lambda init, round_fn: round_fn(init({"w": np.ones(3, np.float32)}), np.ones((2, 1, 3), np.float32),
+                                     alive=[np.nan, 1]), "alive="),
+    (lambda init, round_fn: fgd.build_round(round_fn.method, lambda p, b, r: 0.0, optax.sgd(1.0), workers=fgd.Workers(2),
+                                            seed=-1), "seed=-1"),
+])
+def test_more_refusals(call, words):
+  init, round_fn = fgd.build_round(fgd.methods.make("diloco"), lambda p, b, r: jnp.sum(p["w"] * b), optax.sgd(0.1),
+                                   workers=fgd.Workers(2))
+  with pytest.raises(ValueError, match=words):
+    call(init, round_fn)
+
+
+def test_disable_jit_gets_one_sentence():
+  init, round_fn = fgd.build_round(fgd.methods.make("diloco"), lambda p, b, r: jnp.sum(p["w"] * b), optax.sgd(0.1),
+                                   workers=fgd.Workers(2))
+  state = init({"w": np.ones(3, np.float32)})
+  with jax.disable_jit(), pytest.raises(ValueError, match="disable_jit"):
+    round_fn(state, np.ones((2, 1, 3), np.float32))

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,12 +108,16 @@ def test_other_config_in_the_folder_is_refused(finished):
     (["--config.method.subset=no_such_layer"], ["subset", "no_such_layer"]),
     (["--config.modell.dim=3"], ["modell"]),
     (["--config.model.heads=3"], ["heads"]),
+    (["--config.rounds=many"], ["rounds", "many"]),
+    (["--config=configs/nowhere.py"], ["configs/nowhere.py"]),
+    (["--config=configs/default.py:roundz=3"], ["roundz", "did you mean 'rounds'"]),
 ])
 def test_bad_input_stops_at_start_with_a_sentence(options, words, tmp_path):
   done = run(str(tmp_path / "w"), *options)
   assert done.returncode != 0
   last = done.stderr.strip().splitlines()[-1]
   assert all(w in last for w in words), done.stderr
+  assert "Traceback" not in done.stderr
   assert not os.path.exists(tmp_path / "w" / "metrics.jsonl")
 
 
@@ -130,6 +135,63 @@ def test_folder_with_other_files_is_not_touched(tmp_path):
   with pytest.raises(ValueError, match="thesis.tex"):
     trainer.train(get_config(TINY), str(tmp_path))
   assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_only_one_process_at_a_time_has_the_folder(tmp_path):
+  with trainer.claimed(str(tmp_path)):
+    with pytest.raises(ValueError, match="Another process is running"):
+      trainer.train(get_config(TINY), str(tmp_path))
+  assert not os.path.exists(tmp_path / "metrics.jsonl")
+
+
+def copy_of(finished, tmp_path):
+  return shutil.copytree(finished[0], tmp_path / "copy")
+
+
+def test_damaged_records_stop_before_anything_is_rewritten(finished, tmp_path):
+  workdir = copy_of(finished, tmp_path)
+  os.remove(workdir / "summary.json")
+  text = (workdir / "metrics.jsonl").read_text()
+  (workdir / "metrics.jsonl").write_text(text[3:])
+  with pytest.raises(ValueError, match="metrics.jsonl is damaged in line 1"):
+    trainer.train(get_config(TINY), str(workdir))
+  assert (workdir / "metrics.jsonl").read_text() == text[3:]
+  (workdir / "metrics.jsonl").write_text(text + '{"round": 5, "st')  # a torn last line is left out
+  assert trainer.train(get_config(TINY), str(workdir)) == finished[1]
+  assert lines(workdir) == lines(finished[0])
+
+
+@pytest.mark.parametrize("name, words", [
+    ("config.json", "config.json is damaged"), ("summary.json", "summary.json is damaged"),
+    ("metrics.jsonl", "lacks the record of round 4"), ("checkpoints", "is not a folder")])
+def test_other_damage_gets_one_sentence(name, words, finished, tmp_path):
+  workdir = copy_of(finished, tmp_path)
+  if name == "checkpoints":
+    shutil.rmtree(workdir / name)
+  if name == "metrics.jsonl":
+    os.remove(workdir / "summary.json")
+  (workdir / name).write_text("")
+  with pytest.raises(ValueError, match=words):
+    trainer.train(get_config(TINY), str(workdir))
+
+
+def test_lost_checkpoints_do_not_restart_the_run(finished, tmp_path):
+  workdir = copy_of(finished, tmp_path)
+  shutil.rmtree(workdir / "checkpoints")
+  config = json.loads((workdir / "config.json").read_text()) | {"inner.schedule": "constant"}
+  (workdir / "config.json").write_text(json.dumps(config))
+  with pytest.raises(ValueError, match="checkpoints are gone"):
+    trainer.train(get_config(TINY + ",inner.schedule=constant,rounds=5"), str(workdir))
+  assert lines(workdir) == lines(finished[0])
+
+
+def test_a_constant_schedule_can_be_extended_and_is_the_longer_run(tmp_path):
+  c = TINY + ",inner.schedule=constant,inner.warmup_steps=50,eval_every=0,measure_every=0,rounds="
+  trainer.train(get_config(c + "2"), str(tmp_path / "a"))
+  trainer.train(get_config(c + "3"), str(tmp_path / "a"))
+  trainer.train(get_config(c + "3"), str(tmp_path / "b"))
+  assert [r["train_loss"] for r in lines(tmp_path / "a")] == [r["train_loss"] for r in lines(tmp_path / "b")]
+  assert lines(tmp_path / "a")[-1] == lines(tmp_path / "b")[-1]
 
 
 def test_more_workers_than_data_is_refused(tmp_path):

@@ -61,8 +61,9 @@ def main(argv: list[str]) -> None:
       shard_size_mb=_SHARD_SIZE.value,
       progress=_progress,
     )
-  except (ValueError, FileNotFoundError) as error:
-    sys.exit(f"error: {error}")
+  except (ValueError, OSError) as error:
+    message = str(error).replace("data.path", "--input").replace("data.pattern", "--pattern")
+    sys.exit(f"error: {message}")
   if _JSON.value:
     print(json.dumps(meta))
     return

@@ -36,6 +36,10 @@ class Method:
   mixers: ClassVar[tuple[str, ...]] = ()
   inner_grad: ClassVar[Callable[..., PyTree] | None] = None
 
+  def __getstate__(self) -> dict[str, Any]:
+    """Fields alone: what is derived from them (optax closures) cannot be pickled and is made again."""
+    return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
   def init(self, z: PyTree) -> PyTree:
     """The method's state for one worker that starts at parameters z."""
     return ()
