@@ -6,12 +6,16 @@ from fgd_jax.default_config import get_config as default
 
 def get_config(arg: str | None = None):
   c = default()
-  c.rounds = 150
-  c.inner_steps = 10
+  c.rounds = 300
+  c.inner_steps = 5
+  c.eval_every = 20
+  c.measure_every = 20
+  c.checkpoint_every = 50
   c.data.max_bytes = 16_000_000
   c.model.dim = 96
   c.model.layers = 4
   c.model.ffn_dim = 256
+  c.inner.lr = 6e-3
   c.method.outer_lr = 0.7
   c.method.outer_momentum = 0.5
   apply_variant(c, arg)

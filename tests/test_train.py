@@ -214,7 +214,7 @@ def test_non_finite_loss_names_worker_and_step_and_keeps_the_last_good_checkpoin
     assert int(kept) < 6
 
 
-def test_gradient_accumulation_and_stacked_layers_train_alike(tmp_path, finished):
+def test_gradient_accumulation_trains_alike(tmp_path, finished):
   _, summary = finished
   accumulated = trainer.train(get_config(TINY + ",accumulate=2"), str(tmp_path / "accumulated"))
   assert accumulated["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-4)
