@@ -71,7 +71,7 @@ def table(rows: list[dict]) -> str:
     mine = [r for r in rows if (r["method"], r["outer"]) == (method, outer)]
     mean = lambda key, mine=mine: np.mean([r[key] for r in mine if r.get(key) is not None])
     paired = [losses[method, outer][s] - diloco[s] for s in losses[method, outer] if s in diloco]
-    text.append(f"| {method} | {f'{outer[0]} / {outer[1]}' if outer else 'default'} | "
+    text.append(f"| {method} | {f'{outer[0]} / {outer[1]}' if outer else '-'} | "
                 f"{spread([r['eval_loss'] for r in mine])} | {spread(paired, sign='+') if method != 'diloco' else ''} | "
                 f"{mean('eval_loss_workers'):.3f} | {mean('consensus_l2'):.2f} | {mean('js_distance'):.3f} | "
                 f"{mean('bytes_overlapped') / 1e6:.2f} | {mean('bytes_blocking') / 1e6:.2f} |")

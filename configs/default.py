@@ -25,7 +25,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.measure_sequences = 4          # held-out sequences on which the JS distance is measured
   c.checkpoint_every = 20          # rounds between checkpoints (0: only at the end)
   c.checkpoint_keep = 2            # checkpoints that are kept
-  c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: as many as cores, if that divides workers
+  c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: as many as cores that divide workers
   c.allow_cpu = True               # False: stop instead of training on CPU when no accelerator is found
 
   c.mesh = config_dict.ConfigDict()

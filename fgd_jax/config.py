@@ -189,7 +189,10 @@ def make_model_config(config: ConfigDict, vocab_size: int) -> LlamaConfig:
 def set_cpu_devices(config: ConfigDict) -> None:
   """Asks for virtual CPU devices, before the first use of jax's devices; without effect where they were set already."""
   count = config.cpu_devices
-  if count is None:
+  mix1 = make_method(config).bind(config.workers, config.seed).overlapped
+  if count is None and mix1 is not None and mix1.varying:
+    count = 1  # a mesh needs an executable for each permutation of Mix1, and on CPU nothing is gained by it
+  elif count is None:
     count = max(n for n in range(1, min(os.cpu_count() or 1, config.workers) + 1) if config.workers % n == 0)
   if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     try:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -203,8 +204,11 @@ class Round:
     shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves((state[:3], batches)))
     known = self._executables.setdefault((shapes, jax.tree.structure((state[:3], batches))), {})
     bank = range(len(self.method.mix1.topology.bank)) if self._static else [None]  # type: ignore[attr-defined]
-    for kind, permutation in itertools.product({m and bool(self._measure) for m in measured}, bank):
+    wanted = list(itertools.product({m and bool(self._measure) for m in measured}, bank))
+    for number, (kind, permutation) in enumerate(wanted, 1):
       if (kind, permutation) not in known:
+        if len(wanted) > 2:
+          logging.info("Compiling executable %d of %d: one for each permutation of Mix1.", number, len(wanted))
         known[kind, permutation] = self._lower(state, batches, kind, permutation).compile()
     return known
 

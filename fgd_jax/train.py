@@ -88,7 +88,6 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   write_config(config, workdir)
   tokens_per_round = config.workers * config.inner_steps * config.batch_size * config.seq_len
   start = int(state.round)
-  log = RunLog(workdir, start, (start * tokens_per_round, config.rounds * tokens_per_round))
   logging.info("%s parameters, %s, method %s, %d x %s tokens a round on %s (%s).",
                f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
                f"{tokens_per_round:,}", workers.platform, f"unigram loss {corpus.unigram_loss:.3f}")
@@ -96,6 +95,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   # --- compile, once -------------------------------------------------------------------------------------------------
   first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
                                            jnp.int32))
+  logging.info("Compiling (half a minute or more on two cores) ...")
   began = time.time()
   executables = round_fn.compile(state, {"tokens": first}, measured=(False, True) if config.measure_every else (False,))
   evaluate = make_evaluation(model.loss, heldout, workers)
@@ -103,6 +103,8 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   all_finite = jax.jit(finite_by_worker)
   logging.info("Compiled %d executable(s) for the rounds in %.1f s; held-out loss is %.3f now.", len(executables),
                time.time() - began, before["eval_loss"])
+
+  log = RunLog(workdir, start, (start * tokens_per_round, config.rounds * tokens_per_round))
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
@@ -359,7 +361,10 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-  config_flags.DEFINE_config_file("config", help_string="Config file, e.g. configs/quickstart.py[:key=value,...].")
-  flags.DEFINE_string("workdir", None, "Folder of the run; the same command resumes it.")
+  config_flags.DEFINE_config_file("config", help_string=(
+      "Config file with optional settings, e.g. configs/quickstart.py:workers=8,method=LocalM1M2 (required). Every key of "
+      "configs/default.py can also be set by --config.KEY=VALUE. Methods: " + ", ".join(
+          [*fgd.methods.METHODS, *fgd.methods.PRESETS]) + "."))
+  flags.DEFINE_string("workdir", None, "Folder of the run (required); the same command resumes it.")
   flags.mark_flag_as_required("config")
   app.run(main, flags_parser=parse_flags)

@@ -18,6 +18,7 @@ def plot_run(workdir: str, summary: dict[str, Any]) -> str:
   import matplotlib
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
+  from matplotlib import ticker
 
   records = read_lines(os.path.join(workdir, "metrics.jsonl"))
   series = lambda key: zip(*[(r["round"], r[key]) for r in records if key in r])
@@ -44,9 +45,10 @@ def plot_run(workdir: str, summary: dict[str, Any]) -> str:
     traffic.plot(rounds, [v / 1e6 for v in values], label=label, ls="-" if key == "bytes_overlapped" else "--")
   traffic.set_ylabel("MB sent per worker and round")
   traffic.set_ylim(bottom=0)
-  traffic.legend()
+  traffic.legend(loc="center right")
   for axis in (js, traffic):
     axis.set_xlabel("round")
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
   for axis in (loss, consensus, js, traffic):
     axis.grid(alpha=0.3)
   path = os.path.join(workdir, FILE_NAME)
