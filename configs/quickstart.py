@@ -1,4 +1,4 @@
-"""A byte-level Llama of 0.46M parameters on Python's standard library, 4 workers, FGD GlobalM1LocalM2: minutes on 2 cores."""
+"""A byte-level Llama of 0.46M parameters on Python's own sources, 4 workers, FGD GlobalM1LocalM2: minutes on 2 cores."""
 
 from fgd_jax.config import apply_variant
 from fgd_jax.default_config import get_config as default
