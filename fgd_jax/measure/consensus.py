@@ -14,7 +14,7 @@ PyTree = Any
 def pairwise_squared_distance(stack: PyTree) -> jax.Array:
   """Mean squared distance over all pairs of different workers, ||x_a - x_b||^2 summed over all leaves.
 
-  This is the "distance" of FGD's bound (arXiv 2606.22768; specs/methods-core.md, 4.2), computed from the spread around
+  This is the "distance" of FGD's bound (arXiv 2606.22768), computed from the spread around
   the mean: 2 / (M - 1) sum_m ||x_m - mean||^2.
 
   Args:

@@ -1,7 +1,7 @@
 """How far the workers are apart in what they predict: the Jensen-Shannon distance of their token distributions.
 
 Reconstructed: FGD (arXiv 2606.22768) reports a JS distance between workers' per-token output distributions; its exact
-formula is unknown (SUM), this one is ours (INF; specs/methods-core.md, 4.5).
+formula is unknown (SUM: known from summaries), this one is ours (INF: inferred).
 """
 
 from __future__ import annotations

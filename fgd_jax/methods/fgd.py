@@ -1,7 +1,7 @@
 """Factored Gossip DiLoCo (arXiv 2606.22768), which splits DiLoCo's synchronisation into Mix1 and Mix2.
 
 Evidence: the ingredients are from summaries of the paper (SUM); their assembly is ours and reproduces the published
-bound and utilisations (INF, DER; specs/methods-core.md, section 4).
+bound and utilisations (INF: inferred, DER: derived; tests/test_methods.py).
 """
 
 from __future__ import annotations
