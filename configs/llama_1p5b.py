@@ -1,7 +1,7 @@
 """The 1.5B Llama 3 of the FGD paper (arXiv 2606.22768), M = 8, H = 100, on one accelerator slice or more for each worker.
 
-The shape is identified from the published 1.5B and 43 %: Llama-3.2-1B's with untied embeddings has 1.498B parameters, of which
-embedding, LM head and two layers are 43.2 %. Batch size, sequence length and learning rates of the paper are unknown;
+The shape is identified from the published 1.5B and 43 %: Llama-3.2-1B's with untied embeddings has 1.498B parameters, of
+which embedding, LM head and two layers are 43.2 %. Batch size, sequence length and learning rates of the paper are unknown;
 those below are ours. Data: FineWeb (or any text) prepared with `python -m fgd_jax.data.tokenize`.
 """
 

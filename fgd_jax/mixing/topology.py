@@ -6,7 +6,8 @@ a weighted sum of permutations, so that each term is one message a worker:
 
     y_m = (1 - sum_k weight_k) x_m + sum_k weight_k x_{source_k[m]}
 
-Closed forms of the contraction factors stand in tests/test_topology.py. The random matchings of FGD (arXiv 2606.22768) are drawn from the circle-method bank, which has the second moment of a uniform random matching.
+Closed forms of the contraction factors stand in tests/test_topology.py. The random matchings of FGD (arXiv 2606.22768)
+are drawn from the circle-method bank, which has the second moment of a uniform random matching.
 """
 
 from __future__ import annotations
