@@ -259,15 +259,10 @@ def flush(pending: dict[str, Any] | None, log: RunLog, config: ConfigDict) -> No
     raise NonFiniteError(f"Worker {worker} has loss {loss_MxH[worker, h]} at step {step} (round {record['round']}). "
                          + ADVICE)
   record["train_loss"] = float(loss_MxH.mean())
-  for key in ("consensus_inner", "consensus_outer"):
-    if key in metrics:
-      record[key] = float(metrics[key])
   if "consensus_inner" in metrics:
-    record["consensus_l2"] = math.sqrt(record["consensus_inner"])
+    record["consensus_l2"] = math.sqrt(metrics["consensus_inner"])
     record["consensus_blocks"] = {k: float(v) for k, v in metrics.pop("consensus_blocks").items()}
-  for key, value in metrics.items():
-    if key not in record:
-      record[key] = float(value)
+  record |= {key: float(value) for key, value in metrics.items()}
   if "eval_loss" in record:
     record["eval_perplexity"] = math.exp(min(record["eval_loss"], 700.0))
   record["tokens_per_second"] = log.speed(pending["tokens"])
