@@ -25,13 +25,18 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.measure_sequences = 4          # held-out sequences on which the JS distance is measured
   c.checkpoint_every = 20          # rounds between checkpoints (0: only at the end)
   c.checkpoint_keep = 2            # checkpoints that are kept
-  c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: as many as cores that divide workers
+  c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: what the mesh needs, with as many positions as cores
   c.allow_cpu = True               # False: stop instead of training on CPU when no accelerator is found
 
   c.mesh = config_dict.ConfigDict()
-  c.mesh.worker = placeholder(int)  # device positions over which the workers are spread; None: as many as fit
-  c.mesh.fsdp = 1                  # devices over which a worker's parameters are sharded
-  c.mesh.tensor = 1                # devices of tensor parallelism inside a worker (the trainer takes 1 only)
+  c.mesh.worker = placeholder(int)  # device positions of the workers, as many in each slice; None: as many as fit
+  c.mesh.fsdp = 1                  # devices over which a worker's parameters and batch are sharded
+  c.mesh.tensor = 1                # times devices of tensor parallelism; both stay inside a slice
+
+  c.overlap = config_dict.ConfigDict()
+  c.overlap.form = "auto"          # how Mix1 hides behind the inner steps: auto | packed | barrier | ring | host
+
+  c.profile = placeholder(str)     # rounds of which a jax profiler trace is written to WORKDIR/profile: "5" or "5-7"
 
   c.data = config_dict.ConfigDict()
   c.data.source = "text"           # text | array_record (made by fgd_jax.data.tokenize) | tfds | synthetic

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
 from fgd_jax.config import FREE_KEYS, flat
+from fgd_jax.default_config import get_config as default
 from fgd_jax.round import State
 
 
@@ -91,11 +92,12 @@ def _unreadable(folder: Any, step: int, error: Exception) -> str:
 def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str) -> None:
   """Raises ConfigMismatchError for the first key in which `config` contradicts the saved keys.
 
-  `rounds` may change where the learning rate does not depend on it (inner.schedule=constant).
+  `rounds` may change where the learning rate does not depend on it (inner.schedule=constant). A key that is newer than
+  the saved run counts as having had its default there.
   """
   free = FREE_KEYS + (("rounds",) if config.inner.schedule == "constant" else ())
-  now = flat(config)
+  now, defaults = flat(config), flat(default())
   for key in sorted(set(now) | set(saved)):
-    if key not in free and now.get(key) != saved.get(key):
+    if key not in free and now.get(key) != saved.get(key, defaults.get(key)):
       raise ConfigMismatchError(f"{key}={now.get(key)!r} contradicts {where}, which has {saved.get(key)!r}; restore the "
                                 "value or choose another --workdir.")

@@ -6,21 +6,21 @@ import difflib
 import json
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from fgd_jax import methods
+from fgd_jax import methods, overlap, sharding
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import path_of
 from fgd_jax.models import LlamaConfig
 from fgd_jax.workers import Workers
 
 # Keys that a resumed run may change: they do not change what is computed.
-FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu")
+FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile")
 
 
 def flat(config: ConfigDict) -> dict[str, Any]:
@@ -105,17 +105,14 @@ def validate(config: ConfigDict) -> None:
   for key in ("mesh.worker", "cpu_devices", "model.vocab_size"):
     if values[key] is not None and values[key] < 1:
       raise ValueError(f"{key}={values[key]} must be at least 1, or None.")
-  if config.mesh.tensor > 1:
-    raise ValueError(f"mesh.tensor={config.mesh.tensor} is not supported by the trainer yet; use mesh.fsdp.")
   if config.measure_every and config.measure_sequences > config.eval_batches * config.eval_batch_size:
     raise ValueError(f"measure_sequences={config.measure_sequences} exceeds the eval_batches x eval_batch_size = "
                      f"{config.eval_batches * config.eval_batch_size} held-out sequences; lower it.")
-  if config.batch_size % config.mesh.fsdp:
-    raise ValueError(f"mesh.fsdp={config.mesh.fsdp} must divide batch_size={config.batch_size}, which it shards.")
   if config.batch_size % config.accumulate:
     raise ValueError(f"accumulate={config.accumulate} must divide batch_size={config.batch_size}.")
   if config.mesh.worker is not None and config.workers % config.mesh.worker:
     raise ValueError(f"mesh.worker={config.mesh.worker} must divide workers={config.workers}.")
+  _check_inside_worker(config)
   if config.rounds * config.inner_steps >= 2**31:
     raise ValueError(f"rounds={config.rounds} x inner_steps={config.inner_steps} overflow the 32-bit step counter.")
   if config.inner.schedule not in ("cosine", "constant"):
@@ -124,7 +121,39 @@ def validate(config: ConfigDict) -> None:
     raise ValueError(f"inner.lr={config.inner.lr} must be positive.")
   if "float64" in (config.model.dtype, config.model.param_dtype) and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
     raise ValueError("model.dtype or model.param_dtype is 'float64', which needs JAX_ENABLE_X64=1 in the environment.")
+  if config.overlap.form not in overlap.FORMS:
+    raise ValueError(f"overlap.form={config.overlap.form!r} must be one of {', '.join(overlap.FORMS)}.")
+  profiled_rounds(config)
   make_method(config).bind(config.workers, config.seed)
+
+
+def profiled_rounds(config: ConfigDict) -> range:
+  """The rounds, counted from 1, of which a trace is written.
+
+  Raises:
+    ValueError: `profile` is not a round, or two joined by a hyphen.
+  """
+  if config.profile is None:
+    return range(0)
+  first, _, last = config.profile.partition("-")
+  if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
+    raise ValueError(f"profile={config.profile!r} must be a round, such as '5', or rounds, such as '5-7', counted from 1.")
+  return range(int(first), int(last or first) + 1)
+
+
+def _check_inside_worker(config: ConfigDict) -> None:
+  """What the mesh axes fsdp and tensor divide, by the rules of fgd_jax.sharding."""
+  fsdp, tensor, model = config.mesh.fsdp, config.mesh.tensor, config.model
+  if config.batch_size // config.accumulate % fsdp:
+    raise ValueError(f"mesh.fsdp={fsdp} must divide batch_size={config.batch_size} / accumulate={config.accumulate}, the "
+                     "sequences of a micro-batch; change one of them.")
+  for key in ("heads", "kv_heads"):
+    if model[key] % tensor:
+      raise ValueError(f"mesh.tensor={tensor} must divide model.{key}={model[key]}, which it shards; change one of them.")
+  for key in ("dim", "ffn_dim"):
+    if model[key] % (fsdp * tensor):
+      raise ValueError(f"mesh.fsdp={fsdp} x mesh.tensor={tensor} must divide model.{key}={model[key]}, which they shard; "
+                       "change one of them.")
 
 
 def make_method(config: ConfigDict) -> methods.Method:
@@ -194,6 +223,8 @@ def set_cpu_devices(config: ConfigDict) -> None:
     count = 1  # a mesh needs an executable for each permutation of Mix1, and on CPU nothing is gained by it
   elif count is None:
     count = max(n for n in range(1, min(os.cpu_count() or 1, config.workers) + 1) if config.workers % n == 0)
+  if config.cpu_devices is None:
+    count = (config.mesh.worker or count) * config.mesh.fsdp * config.mesh.tensor
   if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     try:
       jax.config.update("jax_num_cpu_devices", count)
@@ -201,25 +232,36 @@ def set_cpu_devices(config: ConfigDict) -> None:
       pass
 
 
-def make_workers(config: ConfigDict) -> Workers:
+def make_workers(config: ConfigDict, devices: Sequence[Any] | None = None) -> Workers:
   """The workers and their mesh: as many device positions as fit and divide, with fsdp x tensor devices each.
 
+  Each slice gets the same number of workers; a mesh of one of this process's devices is none.
+
+  Args:
+    config: workers and mesh.*.
+    devices: those to use, which may belong to a compile-only topology; None: jax.devices().
+
   Raises:
-    ValueError: too few devices, or no accelerator where allow_cpu is False.
+    ValueError: too few devices, slices among which the workers cannot be divided evenly, or no accelerator where
+      allow_cpu is False.
   """
-  devices = jax.devices()
-  if devices[0].platform == "cpu" and not config.allow_cpu:
+  ours = devices is None
+  devices = jax.devices() if devices is None else devices
+  if ours and devices[0].platform == "cpu" and not config.allow_cpu:
     raise ValueError("allow_cpu=False and jax found no accelerator, only CPU; check the installation (pip install "
                      "'fgd-jax[tpu]' or '[cuda]') or set allow_cpu=True.")
-  inside = config.mesh.fsdp * config.mesh.tensor
+  inside, parts = config.mesh.fsdp * config.mesh.tensor, sharding.slices(devices)
+  if config.workers % len(parts):
+    raise ValueError(f"workers={config.workers} cannot be divided evenly among {len(parts)} slices; make workers a multiple of "
+                     f"{len(parts)} or use fewer slices.")
   positions = config.mesh.worker
   if positions is None:
-    fitting = [n for n in range(1, config.workers + 1) if config.workers % n == 0 and n * inside <= len(devices)]
-    positions = max(fitting, default=1)
-  if positions * inside > len(devices):
-    raise ValueError(f"mesh.worker={positions} x mesh.fsdp={config.mesh.fsdp} x mesh.tensor={config.mesh.tensor} needs "
-                     f"{positions * inside} devices, jax has {len(devices)}; make the mesh smaller.")
-  if positions * inside == 1:
+    fitting = min(len(part) for part in parts) // inside * len(parts)
+    positions = max((n for n in range(len(parts), fitting + 1, len(parts)) if config.workers % n == 0), default=len(parts))
+  if ours and positions * inside == 1:
     return Workers(config.workers)
-  grid = np.asarray(devices[:positions * inside]).reshape(positions, config.mesh.fsdp, config.mesh.tensor)
-  return Workers(config.workers, jax.sharding.Mesh(grid, ("worker", "fsdp", "tensor")))
+  try:
+    mesh = sharding.make_mesh(devices, positions, config.mesh.fsdp, config.mesh.tensor)
+  except ValueError as e:
+    raise ValueError(f"mesh: {e}") from e
+  return Workers(config.workers, mesh)

@@ -26,8 +26,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fgd_jax import measure as measures
+from fgd_jax import overlap
+from fgd_jax.host import HostRound
 from fgd_jax.methods import Method
 from fgd_jax.mixing import Context, path_of
+from fgd_jax.mixing.pack import Packing
 from fgd_jax.sharding import Rules, like_params, param_specs
 from fgd_jax.workers import Workers
 
@@ -55,7 +58,7 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
                 seed: int = 0, measure: Sequence[Any] = (), accumulate: int = 1,
                 worker_weights: Sequence[float] | None = None, param_sharding: Rules = (),
                 batch_sharding: PartitionSpec = PartitionSpec(), inner_loop: str = "auto",
-                ) -> tuple[Callable[[PyTree], State], "Round"]:
+                overlap: str = "auto") -> tuple[Callable[[PyTree], State], "Round"]:
   """Builds `init` and the round of a method for any model.
 
   Args:
@@ -74,6 +77,8 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
     batch_sharding: the same for a batch's axes after [M, H].
     inner_loop: several workers on one device run their inner steps in turn ("map"), together ("vmap"), or as is faster
       on the platform ("auto": map on CPU); one worker a device is a plain call. The numbers are the same.
+    overlap: the form in which Mix1 is hidden behind the inner steps: "barrier", "packed", "ring", "host" or, as suits the
+      hardware, "auto" (`fgd_jax.overlap`). It never changes the algorithm.
 
   Returns:
     init(params) -> State; every worker starts at `params`, which are not consumed.
@@ -105,7 +110,7 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
   weights = None if worker_weights is None else _shares(worker_weights, workers.count)
   bound = method.bind(workers.count, int(seed))
   round_fn = Round(bound, loss_fn, inner_optimizer, workers, int(seed), tuple(measure), accumulate, weights,
-                   tuple(param_sharding), batch_sharding, inner_loop)
+                   tuple(param_sharding), batch_sharding, inner_loop, overlap)
   return round_fn.init, round_fn
 
 
@@ -122,7 +127,7 @@ class Round:
   """
 
   def __init__(self, method, loss_fn, inner_optimizer, workers, seed, measure, accumulate, weights, param_rules,
-               batch_spec, inner_loop):
+               batch_spec, inner_loop, overlap):
     self.method = method
     self._loss_fn, self._inner, self._workers, self._seed = loss_fn, inner_optimizer, workers, seed
     self._measure, self._accumulate, self._weights = measure, accumulate, weights
@@ -133,6 +138,7 @@ class Round:
     self._executables: dict[Any, Any] = {}
     self._traffic: dict[Any, tuple[float, float]] = {}
     mix1 = method.overlapped
+    self._overlap = overlap
     self._static = mix1 is not None and mix1.varying and workers.placement.devices > 1
 
   # --- state ---------------------------------------------------------------------------------------------------------
@@ -188,8 +194,8 @@ class Round:
     state = self._bring(state)
     executables = self.compile(state, batches, measured=(measured,))
     run = executables[measured, self._permutation(r)]
-    batches = jax.device_put(batches, self._batch_sharding())
-    scalars = jax.device_put(self._scalars(r, alive), self._workers.replicated())
+    batches = self._workers.put(batches, self._batch_sharding())
+    scalars = self._workers.put(self._scalars(r, alive), self._workers.replicated())
     z, inner_opt_state, ms, metrics = run(*state[:3], batches, scalars)
     metrics["bytes_overlapped"], metrics["bytes_blocking"] = self.traffic(state.params, batches)
     return State(z, inner_opt_state, ms, np.int32(r + 1)), metrics
@@ -209,8 +215,12 @@ class Round:
       if (kind, permutation) not in known:
         if len(wanted) > 2:
           logging.info("Compiling executable %d of %d: one for each permutation of Mix1.", number, len(wanted))
-        known[kind, permutation] = self._lower(state, batches, kind, permutation).compile()
+        known[kind, permutation] = self._compiled(state, batches, kind, permutation)
     return known
+
+  def plan(self, batches: PyTree) -> overlap.Plan:
+    """The form of overlap and the XLA options for rounds on batches of this shape."""
+    return overlap.plan(self._overlap, self.method, self._workers, jax.tree.leaves(batches)[0].shape[1])
 
   def lower(self, state: State, batches: PyTree, measured: bool = True) -> jax.stages.Lowered:
     """The jax Lowered of the round that `state.round` (0 when abstract) would run; arrays or ShapeDtypeStructs.
@@ -239,74 +249,136 @@ class Round:
     sent = None if mix1 is None else jax.eval_shape(self.method.launch, z, ms)
     per_round: list = []
     per_step: list = []
-    context = lambda record: self._context(jnp.zeros((), jnp.int32), jnp.zeros(self._workers.placement.slots, jnp.int32),
-                                           self._scalars(0, np.ones(self._workers.count, bool)), None)._replace(
-                                               worker=jnp.zeros((), jnp.int32), sent=record)
+    context = lambda record: self._context(
+        self._scalars(0, np.ones(self._workers.count, bool)), jnp.zeros(self._workers.placement.slots, jnp.int32), None
+    )._replace(worker=jnp.zeros((), jnp.int32), sent=record)
     jax.eval_shape(lambda z, ms, x: self.method.land(z, z, x, ms, context(per_round)), z, ms, sent)
     if self.method.inner_grad is not None:
       jax.eval_shape(lambda g: self.method.inner_grad(g, context(per_step)), z)
     blocking = sum(m.bytes_sent(t) for m, t in per_round) + steps * sum(m.bytes_sent(t) for m, t in per_step)
     return (0.0 if mix1 is None else mix1.bytes_sent(sent)), blocking
 
+  # --- programs ------------------------------------------------------------------------------------------------------
+
   def _lower(self, state, batches, measured: bool, permutation: int | None) -> jax.stages.Lowered:
+    """The round as one program."""
+    plan = self.plan(batches)
+
+    def run(z, inner_opt_state, ms, batches, scalars):
+      body = lambda *local: self._body(*local, plan, permutation)
+      ids = jnp.arange(self._workers.count, dtype=jnp.int32)
+      new_z, inner_opt_state, new_ms, w, loss, aux = self._workers.spmd(body, stacks=5)(
+          z, inner_opt_state, ms, batches, ids, scalars)
+      metrics = {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
+      return new_z, inner_opt_state, new_ms, metrics | self._measures(w, new_z, measured)
+
+    z, opt, ms, data, scalars = self._shapes(state, batches)
+    return jax.jit(run, out_shardings=(*_shardings((z, opt, ms)), None), donate_argnums=(0, 1, 2)).lower(
+        z, opt, ms, data, scalars)
+
+  def _compiled(self, state, batches, measured: bool, permutation: int | None) -> Callable:
+    """An executable (z, inner_opt_state, ms, batches, scalars) -> (z, inner_opt_state, ms, metrics)."""
+    plan = self.plan(batches)
+    if plan.form != "host":
+      return self._lower(state, batches, measured, permutation).compile(compiler_options=plan.options or None)
+    ids = jnp.arange(self._workers.count, dtype=jnp.int32)
+    spmd = self._workers.spmd
+    z, opt, ms, data, scalars = self._shapes(state, batches)
+
+    def start(z, ms, scalars):
+      body = lambda z, ms, ids, scalars: _stacked(self._start(z, ms, ids, scalars, plan, permutation))
+      return spmd(body, stacks=3)(z, ms, ids, scalars)
+
+    def inner(z, opt, batches, scalars):
+      body = lambda *local: self._inner_phases(*local, None, self._context(local[-1], local[-2], permutation))[:4]
+      return spmd(body, stacks=4)(z, opt, batches, ids, scalars)
+
+    def land(z, w, ms, raw, scalars):
+      body = lambda z, w, ms, raw, ids, scalars: self._land(z, w, ms, _unstacked(raw), ids, scalars, plan, permutation)
+      new_z, new_ms = spmd(body, stacks=5)(z, w, ms, raw, ids, scalars)
+      return new_z, new_ms, self._measures(w, new_z, measured)
+
+    begin = None if self.method.overlapped is None else jax.jit(start).lower(z, ms, scalars).compile()
+    between = jax.jit(inner, donate_argnums=1, out_shardings=(*_shardings((z, opt)), None, None)).lower(
+        z, opt, data, scalars).compile()
+    raw = None if begin is None else jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                                                  jax.eval_shape(start, z, ms, scalars), begin.output_shardings)
+    end = jax.jit(land, donate_argnums=(0, 2), out_shardings=(*_shardings((z, ms)), None)).lower(
+        z, z, ms, raw, scalars).compile()
+    return HostRound(begin, between, end)
+
+  def _shapes(self, state, batches) -> tuple[Any, ...]:
+    """ShapeDtypeStructs with shardings of a program's arguments: z, inner_opt_state, ms, batches, scalars."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params)
-    shardings = self._state_shardings(params)
-    replicated = self._workers.replicated()
-    run = jax.jit(lambda *args: self._round(*args, measured=measured, permutation=permutation),
-                  in_shardings=(*shardings, self._batch_sharding(), replicated),
-                  out_shardings=(*shardings, None), donate_argnums=(0, 1, 2))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*state[:3], batches))
-    scalars = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-                           self._scalars(0, np.ones(self._workers.count, bool)))
-    return run.lower(*shapes, scalars)
+    described = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    scalars = self._scalars(0, np.ones(self._workers.count, bool))
+    return (*jax.tree.map(described, tuple(state[:3]), self._state_shardings(params)),
+            jax.tree.map(lambda x: described(x, self._batch_sharding()), batches),
+            jax.tree.map(lambda x: described(x, self._workers.replicated()), scalars))
 
-  def _round(self, z, inner_opt_state, ms, batches, scalars, *, measured: bool, permutation: int | None):
-    method, workers = self.method, self._workers
-    ids = jnp.arange(workers.count, dtype=jnp.int32)
+  def _body(self, z, inner_opt_state, ms, batches, ids, scalars, plan, permutation):
+    """One round on a slot's local stacks [K, ...]; returns z', inner_opt_state, ms', w, loss, aux."""
+    ctx = self._context(scalars, ids, permutation)._replace(ring=plan.ring)
+    raw = riding = None
+    if self.method.overlapped is not None:
+      raw = self._start(z, ms, ids, scalars, plan, permutation)
+      riding = _stacked(raw) if plan.form == "ring" else None
+    w, inner_opt_state, loss, aux, riding = self._inner_phases(z, inner_opt_state, batches, ids, scalars, riding, ctx)
+    if raw is not None:
+      w, raw = lax.optimization_barrier((w, raw if riding is None else _unstacked(riding)))
+    z, ms = self._land(z, w, ms, raw, ids, scalars, plan, permutation)
+    return z, inner_opt_state, ms, w, loss, aux
 
-    def body(z, inner_opt_state, ms, batches, ids, scalars):
-      ctx = self._context(scalars["round"], ids, scalars, permutation)
-      mix1 = method.overlapped
-      if mix1 is not None:
-        sent = workers.each(method.launch, z, ms)
-        raw = mix1.start(sent, ctx)
-      w, inner_opt_state, loss, aux = workers.each(
-          lambda *one: self._inner_phase(*one, ctx), z, inner_opt_state, batches, ids, how=self._inner_loop)
-      x = None
-      if mix1 is not None:
-        w, raw = lax.optimization_barrier((w, raw))
-        x = mix1.finish(raw, sent, ctx)
-      z, ms = workers.each(lambda z, w, x, ms, worker: method.land(z, w, x, ms, ctx._replace(worker=worker)),
-                           z, w, x, ms, ids)
-      return z, inner_opt_state, ms, loss, aux, (w if measured else None)
+  def _start(self, z, ms, ids, scalars, plan, permutation):
+    """Mix1's collectives."""
+    sent = self._workers.each(self.method.launch, z, ms)
+    return self.method.overlapped.start(sent, self._mix1_context(sent, z, ids, scalars, plan, permutation))
 
-    run = workers.spmd(body, stacks=5)
-    z, inner_opt_state, ms, loss, aux, w = run(z, inner_opt_state, ms, batches, ids, scalars)
-    metrics = {"loss": loss}
-    if aux is not None:
-      metrics["aux"] = aux
+  def _inner_phases(self, z, inner_opt_state, batches, ids, scalars, riding, ctx):
+    return self._workers.each(lambda *one: self._inner_phase(*one, ctx), z, inner_opt_state, batches, ids, riding,
+                              how=self._inner_loop)
+
+  def _land(self, z, w, ms, raw, ids, scalars, plan, permutation):
+    """What follows the inner steps: Mix1's arithmetic, blocking exchanges, the outer step."""
+    x = None
+    if raw is not None:
+      sent = self._workers.each(self.method.launch, z, ms)
+      x = self.method.overlapped.finish(raw, sent, self._mix1_context(sent, z, ids, scalars, plan, permutation))
+    ctx = self._context(scalars, ids, permutation)
+    return self._workers.each(lambda z, w, x, ms, worker: self.method.land(z, w, x, ms, ctx._replace(worker=worker)),
+                              z, w, x, ms, ids)
+
+  def _measures(self, w, z, measured: bool) -> dict[str, Any]:
+    measures: dict[str, Any] = {}
     for m in self._measure if measured else ():
-      metrics.update(_consensus(w, z) if m == "consensus" else m(w, z))
-    return z, inner_opt_state, ms, metrics
+      measures.update(_consensus(w, z) if m == "consensus" else m(w, z))
+    return measures
 
-  def _inner_phase(self, w, opt_state, batches_Hx, worker, ctx: Context):
-    """H inner steps of one worker: leaves of `batches_Hx` are [H, ...]; returns w, state, loss [H], aux [H, ...]."""
+  def _inner_phase(self, w, opt_state, batches_Hx, worker, riding, ctx: Context):
+    """H inner steps of one worker: leaves of `batches_Hx` are [H, ...]; returns w, state, loss [H], aux [H, ...], riding.
+
+    `riding`: what of Mix1 travels step by step (the ring form), or None.
+    """
     method, ctx = self.method, ctx._replace(worker=worker)
     steps = jax.tree.leaves(batches_Hx)[0].shape[0]
     key = jax.random.fold_in(jax.random.key(self._seed), worker)
 
     def step(carry, xs):
-      w, opt_state = carry
+      w, opt_state, riding = carry
       h, batch = xs
       rng = jax.random.fold_in(key, ctx.round * steps + h)
       loss, aux, grads = self._gradient(w, batch, rng)
       if method.inner_grad is not None:
         grads = method.inner_grad(grads, ctx)
       updates, opt_state = self._inner.update(grads, opt_state, w)
-      return (optax.apply_updates(w, updates), opt_state), (loss, aux)
+      if riding is not None:
+        riding = method.overlapped.during(riding, h, ctx)
+      return (optax.apply_updates(w, updates), opt_state, riding), (loss, aux)
 
-    (w, opt_state), (loss, aux) = lax.scan(step, (w, opt_state), (jnp.arange(steps, dtype=jnp.int32), batches_Hx))
-    return w, opt_state, loss, aux
+    with jax.named_scope("inner"):
+      (w, opt_state, riding), (loss, aux) = lax.scan(step, (w, opt_state, riding),
+                                                     (jnp.arange(steps, dtype=jnp.int32), batches_Hx))
+    return w, opt_state, loss, aux, riding
 
   def _gradient(self, w, batch, rng):
     """Loss, aux and gradient on one batch; with accumulation the mean over its micro-batches."""
@@ -346,12 +418,23 @@ class Round:
 
   # --- small parts ---------------------------------------------------------------------------------------------------
 
-  def _context(self, r, ids, scalars, permutation: int | None) -> Context:
+  def _context(self, scalars, ids, permutation: int | None) -> Context:
     choices = dict(scalars["choices"])
     if permutation is not None:
       choices["mix1"] = permutation
     weights = None if self._weights is None else jnp.asarray(self._weights)
-    return Context(self._workers.placement, r, ids, scalars["alive"], choices, weights=weights)
+    return Context(self._workers.placement, scalars["round"], ids, scalars["alive"], choices, weights=weights)
+
+  def _mix1_context(self, sent, z, ids, scalars, plan, permutation) -> Context:
+    """The context of Mix1's start and finish: with the form in which it travels."""
+    ctx = self._context(scalars, ids, permutation)
+    if not plan.pack_below:
+      return ctx
+    one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    specs = like_params(one(sent), one(z), param_specs(one(z), self._param_rules))
+    leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
+    packing = Packing(self._workers.inner_axes, {path_of(path): spec for path, spec in leaves}, plan.pack_below)
+    return ctx._replace(packing=packing, ring=plan.ring)
 
   def _permutation(self, r: int) -> int | None:
     return self.method.mix1.topology.choice(r) if self._static else None  # type: ignore[attr-defined]
@@ -381,6 +464,19 @@ class Round:
       if x.shape[:1] != (self._workers.count,):
         raise ValueError(f"state.params/{path_of(path)} has shape {tuple(x.shape)} for {self._workers.count} workers; make "
                          "the state with the init that build_round returned together with this round.")
+
+
+def _shardings(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _stacked(tree: PyTree) -> PyTree:
+  """A leading axis of size 1, so that what differs from position to position can leave a program."""
+  return jax.tree.map(lambda x: x[None], tree)
+
+
+def _unstacked(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: x[0], tree)
 
 
 @jax.jit

@@ -74,7 +74,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   measures = (consensus_by_block, js_of(model.apply, probe)) if config.measure_every else ()
   init, round_fn = fgd.build_round(
       configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      accumulate=config.accumulate, measure=measures, **sharding.inside_worker(workers.mesh))
+      accumulate=config.accumulate, measure=measures, overlap=config.overlap.form, **sharding.inside_worker(workers.mesh))
 
   # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
@@ -95,6 +95,10 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   # --- compile, once -------------------------------------------------------------------------------------------------
   first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
                                            jnp.int32))
+  plan = round_fn.plan({"tokens": first})
+  logging.info("Overlap form %s, XLA options %s.", plan.form, plan.options or "none")
+  if plan.warning:
+    logging.warning("%s", plan.warning)
   logging.info("Compiling (half a minute or more on two cores) ...")
   began = time.time()
   executables = round_fn.compile(state, {"tokens": first}, measured=(False, True) if config.measure_every else (False,))
@@ -108,9 +112,11 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
+  profile = Profile(configs.profiled_rounds(config), os.path.join(workdir, "profile"))
   try:
     while int(state.round) < config.rounds:
       done = int(state.round)
+      profile.at(done + 1, state)
       if done > start and config.checkpoint_every and done % config.checkpoint_every == 0:
         flush(pending, log, config)
         pending = None
@@ -118,16 +124,19 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
         checkpoints.save(state, iterator)
       batches = next(iterator)
       measured = due(done + 1, config.measure_every, config.rounds)
-      state, metrics = round_fn(state, batches, measured=measured)
+      with jax.profiler.StepTraceAnnotation("round", step_num=done + 1):
+        state, metrics = round_fn(state, batches, measured=measured)
       if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
         metrics |= evaluate(round_fn.eval_params(state), state.params)
       record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": (done + 1) * tokens_per_round}
       previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens_per_round}
       flush(previous, log, config)
     flush(pending, log, config)
+    profile.at(config.rounds + 1, state)
     refuse_non_finite(all_finite(state), config.rounds * config.inner_steps)
     checkpoints.save(state, iterator)
   finally:
+    profile.close()
     log.close()
     checkpoints.close()
 
@@ -145,6 +154,33 @@ def due(rounds: int, every: int, last: int) -> bool:
   return bool(every) and (rounds % every == 0 or rounds == last)
 
 
+class Profile:
+  """Writes a jax profiler trace of chosen rounds to a folder (TensorBoard's profile plugin, and a Perfetto file).
+
+  Args:
+    rounds: numbers of completed rounds, counted from 1.
+    folder: where the trace goes.
+  """
+
+  def __init__(self, rounds: range, folder: str):
+    self._rounds, self._folder, self._running = rounds, folder, False
+
+  def at(self, number: int, state: State) -> None:
+    """Called before round `number` starts; waits for the rounds before it where the trace begins or ends."""
+    if self._running != (number in self._rounds):
+      jax.block_until_ready(state)
+      self.close()
+      if number in self._rounds:
+        logging.info("Profiling rounds %d to %d into %s.", self._rounds[0], self._rounds[-1], self._folder)
+        jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
+        self._running = True
+
+  def close(self) -> None:
+    if self._running:
+      self._running = False
+      jax.profiler.stop_trace()
+
+
 # --- the run's folder ------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +194,7 @@ def claimed(workdir: str) -> Iterator[None]:
   """
   os.makedirs(workdir, exist_ok=True)
   if not os.path.exists(os.path.join(workdir, "config.json")):
-    ours = {"checkpoints", "tensorboard", "metrics.jsonl", "summary.json", curves.FILE_NAME, LOCK_FILE}
+    ours = {"checkpoints", "tensorboard", "profile", "metrics.jsonl", "summary.json", curves.FILE_NAME, LOCK_FILE}
     if strangers := sorted(set(os.listdir(workdir)) - ours):
       raise ValueError(f"--workdir={workdir} holds {strangers[0]!r} and no config.json; choose an empty or new folder.")
   with open(os.path.join(workdir, LOCK_FILE), "w") as lock:

@@ -53,7 +53,27 @@ class Workers:
   @property
   def platform(self) -> str:
     """"cpu", "gpu" or "tpu"."""
-    return (jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]).platform
+    return self.devices[0].platform
+
+  @property
+  def devices(self) -> list[jax.Device]:
+    """All devices that the workers use; those of a mesh may belong to a topology that is only compiled for."""
+    return [_default_device()] if self.mesh is None else list(self.mesh.devices.flat)
+
+  @property
+  def inner_axes(self) -> dict[str, int]:
+    """Sizes of the mesh axes inside a worker, those above 1."""
+    shape = {} if self.mesh is None else self.mesh.shape
+    return {name: size for name, size in shape.items() if size > 1 and name != WORKER_AXIS}
+
+  @property
+  def several_in_a_slice(self) -> bool:
+    """Whether two positions of the mesh axis `worker` lie in one slice."""
+    if self.mesh is None:
+      return self.count > 1
+    by_position = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(WORKER_AXIS), 0)
+    slices = [getattr(d, "slice_index", 0) for d in by_position.reshape(self.placement.devices, -1)[:, 0]]
+    return len(set(slices)) < len(slices)
 
   def stacked(self, spec: PartitionSpec = PartitionSpec()) -> jax.sharding.Sharding:
     """Sharding of an array [M, ...] whose remaining axes follow `spec`."""
@@ -71,6 +91,19 @@ class Workers:
       return x
     here = self.replicated()
     return x if x.sharding.device_set == here.device_set else jax.device_put(x, here)
+
+  def put(self, tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
+    """Host arrays as global arrays; with several processes each takes its shards, without comparing notes."""
+    if sharding.is_fully_addressable:
+      return jax.device_put(tree, sharding)
+
+    def one(x):
+      if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x
+      x = np.asarray(x)
+      return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(one, tree)
 
   def spmd(self, body: Callable, stacks: int) -> Callable:
     """Runs `body` on every slot's local stack.

@@ -18,6 +18,8 @@ from jax.custom_batching import custom_vmap
 
 from fgd_jax.mixing import exchange
 from fgd_jax.mixing.exchange import Placement
+from fgd_jax.mixing.pack import Packing
+from fgd_jax.mixing.ring import Ring
 from fgd_jax.mixing.subset import path_of
 from fgd_jax.mixing.topology import Pattern, Topology, make_topology
 
@@ -36,6 +38,8 @@ class Context(NamedTuple):
     choices: index into each mixer's bank by mixer key; a Python int where the program is made for one permutation.
     weights: float [M] summing to M, weights of the workers' gradients (None: equal).
     sent: when a list, a blocking exchange only appends (mixer, tree) to it; for byte counts.
+    packing: how Mix1's leaves share buffers (None: every leaf travels alone).
+    ring: a mean over workers rides in the inner steps (`Mixer.during`); needs packing and one worker a slot.
   """
 
   placement: Placement
@@ -46,6 +50,8 @@ class Context(NamedTuple):
   worker: Any = None
   weights: Any = None
   sent: list | None = None
+  packing: Packing | None = None
+  ring: Ring | None = None
 
   @property
   def workers(self) -> int:
@@ -96,38 +102,74 @@ class Mixer:
       return 2 * (workers - 1) * size / workers
     return float(max(p.messages() for p in self.topology.bank) * size)
 
-  def start(self, stack: PyTree, ctx: Context) -> PyTree:
-    """Launches the collectives for a stack of leaves [K, ...]; returns the raw received values."""
-    def leaf(path, x):
-      pattern = self._pattern(path_of(path), ctx)
+  def start(self, stack: PyTree, ctx: Context) -> list[Any]:
+    """Launches the collectives for a stack of leaves [K, ...]; returns the raw received values, one for each buffer."""
+    leaves = _leaves(stack)
+
+    def launch(group: list[tuple[str, jax.Array]]):
+      pattern = self._pattern(self.stripe_of(group[0][0]), ctx)
       if pattern.mean:
-        live = exchange.local_rows(ctx.alive, ctx.ids, x)
-        return exchange.sum_over_workers(jnp.where(live, x, 0), ctx.placement)
+        group = [(path, jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0)) for path, x in group]
+      if pattern.mean and ctx.ring is not None:
+        assert ctx.packing is not None
+        return ctx.packing.pack([(path, x[0]) for path, x in group], lead=0, pieces=ctx.ring.pieces)
+      x = group[0][1] if len(group) == 1 or ctx.packing is None else ctx.packing.pack(group, lead=1)
+      if pattern.mean:
+        return exchange.sum_over_workers(x, ctx.placement)
       return [exchange.permute_start(x, source, ctx.placement, ctx.ids) for _, source in pattern.terms]
 
-    return jax.tree_util.tree_map_with_path(leaf, stack)
+    with jax.named_scope(self.key):  # by which fgd_jax.aot tells the mixers' collectives apart
+      return [launch([leaves[i] for i in group]) for group in self._groups(leaves, ctx)]
 
-  def finish(self, raw: PyTree, stack: PyTree, ctx: Context) -> PyTree:
+  def during(self, raw: list[Any], h: Any, ctx: Context) -> list[Any]:
+    """What inner step h carries of an exchange that `start` prepared: hops of the ring form, else nothing."""
+    if ctx.ring is None or not self.topology.bank[0].mean:
+      return raw
+    with jax.named_scope(self.key):
+      return ctx.ring.during(raw, h)
+
+  def finish(self, raw: list[Any], stack: PyTree, ctx: Context) -> PyTree:
     """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values."""
-    def leaf(path, x, got):
-      pattern = self._pattern(path_of(path), ctx)
-      if pattern.mean:
-        count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(x.dtype)
-        return jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), got / count, x)
-      if not pattern.terms:
-        return x
-      wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
-      mixed = x.astype(wide) * (1 - sum(weight for weight, _ in pattern.terms))
-      for (weight, source), block in zip(pattern.terms, got):
-        other = exchange.permute_finish(block, source, ctx.placement, ctx.ids)
-        if self.topology.symmetric:
-          active = ctx.alive & ctx.alive[jnp.asarray(source)]
-        else:
-          active = jnp.broadcast_to(jnp.all(ctx.alive), ctx.alive.shape)
-        mixed = mixed + weight * jnp.where(exchange.local_rows(active, ctx.ids, x), other, x).astype(wide)
-      return mixed.astype(x.dtype)
+    leaves = _leaves(stack)
+    mixed: list[Any] = [None] * len(leaves)
+    for group, got in zip(self._groups(leaves, ctx), raw):
+      like = [leaves[i] for i in group]
+      pattern = self._pattern(self.stripe_of(like[0][0]), ctx)
+      for i, (_, x), received in zip(group, like, self._unpacked(got, like, pattern, ctx)):
+        mixed[i] = self._mixed(received, x, pattern, ctx)
+    return jax.tree.unflatten(jax.tree.structure(stack), mixed)
 
-    return jax.tree_util.tree_map_with_path(leaf, stack, raw)
+  def _groups(self, leaves: list[tuple[str, Any]], ctx: Context) -> list[list[int]]:
+    """Indices of the leaves that travel in one buffer: of one stripe and dtype, as far as they are packed."""
+    if ctx.packing is None:
+      return [[i] for i in range(len(leaves))]
+    return ctx.packing.groups(leaves, lambda path, x: (self.stripe_of(path), str(x.dtype)))
+
+  def _unpacked(self, got: Any, like: list[tuple[str, jax.Array]], pattern: Pattern, ctx: Context) -> list[Any]:
+    """What `start` returned for a buffer, leaf by leaf."""
+    if ctx.packing is None or (len(like) == 1 and not (pattern.mean and ctx.ring)):
+      return [got]
+    lead = 0 if pattern.mean or ctx.placement.devices > 1 else 1
+    parts = [ctx.packing.unpack(buffer, like, lead) for buffer in jax.tree.leaves(got)]
+    return [jax.tree.unflatten(jax.tree.structure(got), of_leaf) for of_leaf in zip(*parts)]
+
+  def _mixed(self, got: Any, x: jax.Array, pattern: Pattern, ctx: Context) -> jax.Array:
+    """One leaf [K, ...] after the exchange."""
+    if pattern.mean:
+      count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(x.dtype)
+      return jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), got / count, x)
+    if not pattern.terms:
+      return x
+    wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
+    mixed = x.astype(wide) * (1 - sum(weight for weight, _ in pattern.terms))
+    for (weight, source), block in zip(pattern.terms, got):
+      other = exchange.permute_finish(block, source, ctx.placement, ctx.ids)
+      if self.topology.symmetric:
+        active = ctx.alive & ctx.alive[jnp.asarray(source)]
+      else:
+        active = jnp.broadcast_to(jnp.all(ctx.alive), ctx.alive.shape)
+      mixed = mixed + weight * jnp.where(exchange.local_rows(active, ctx.ids, x), other, x).astype(wide)
+    return mixed.astype(x.dtype)
 
   def __call__(self, tree: PyTree, ctx: Context) -> PyTree:
     """The blocking exchange of one worker's tree, for use inside a method."""
@@ -153,24 +195,29 @@ class Mixer:
 
   def _mix_stack(self, stack: PyTree, ctx: Context) -> PyTree:
     choice = ctx.choices.get(self.key, 0)
+    ctx = ctx._replace(packing=None, ring=None)
     once = lambda ctx: self.finish(self.start(stack, ctx), stack, ctx)
     if isinstance(choice, int) or not self.varying or ctx.placement.devices == 1:
       return once(ctx)
     return lax.switch(choice, [lambda i=i: once(ctx._replace(choices={**ctx.choices, self.key: i}))
                                for i in range(len(self.topology.bank))])
 
-  def _pattern(self, path: str, ctx: Context) -> Pattern:
-    """The pattern of this leaf in this round; on one position its sources may be traced (a gather, not a switch)."""
+  def _pattern(self, stripe: int, ctx: Context) -> Pattern:
+    """The pattern of this stripe in this round; on one position its sources may be traced (a gather, not a switch)."""
     bank, choice = self.topology.bank, ctx.choices.get(self.key, 0)
     if len(bank) == 1:
       return bank[0]
-    index = (choice + self.topology.stripe_of(path)) % len(bank)
+    index = (choice + stripe) % len(bank)
     if isinstance(index, int):
       return bank[index]
     if ctx.placement.devices > 1:
       raise ValueError(f"{self.key}: a permutation chosen at run time cannot be launched ahead on a mesh.")
     sources = np.asarray([[source for _, source in p.terms] for p in bank])  # [bank, terms, M]
     return Pattern(tuple((weight, jnp.asarray(sources)[index, k]) for k, (weight, _) in enumerate(bank[0].terms)))
+
+
+def _leaves(stack: PyTree) -> list[tuple[str, jax.Array]]:
+  return [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(stack)[0]]
 
 
 def make(name: str | tuple[str, Mapping[str, Any]], *, workers: int, seed: int = 0, key: str = "mix",

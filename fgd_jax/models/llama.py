@@ -19,10 +19,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fgd_jax.sharding import FSDP, TENSOR, constrain
+
 Params = dict[str, Any]
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _ATTENTION = ("einsum", "xla", "cudnn")
+
+# What divides the axes of activations [B, L, D] between layers, where a worker has several devices. Left alone, XLA keeps
+# them divided along D as the embedding's rows come, and gathers activations instead of parameters in every layer.
+RESIDUAL = (FSDP, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +187,8 @@ class Attention(nnx.Module):
     self.o = _linear(c, c.dim, c.dim, rngs, scale=1 / math.sqrt(2 * c.layers))
 
   def __call__(self, x_BxLxD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    q, k, v = (f(x_BxLxD).reshape(*x_BxLxD.shape[:2], -1, self.head_dim) for f in (self.q, self.k, self.v))
+    heads = lambda f: constrain(f(x_BxLxD).reshape(*x_BxLxD.shape[:2], -1, self.head_dim), FSDP, None, TENSOR, None)
+    q, k, v = heads(self.q), heads(self.k), heads(self.v)
     out_BxLxNxH = causal_attention(rotate(q, rope), rotate(k, rope), v, self.c.attention)
     return self.o(out_BxLxNxH.reshape(x_BxLxD.shape))
 
@@ -195,7 +202,8 @@ class MLP(nnx.Module):
     self.down = _linear(c, c.ffn_dim, c.dim, rngs, scale=1 / math.sqrt(2 * c.layers))
 
   def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-    return self.down(jax.nn.silu(self.gate(x_BxLxD)) * self.up(x_BxLxD))
+    hidden_BxLxF = jax.nn.silu(self.gate(x_BxLxD)) * self.up(x_BxLxD)
+    return self.down(constrain(hidden_BxLxF, FSDP, None, TENSOR))
 
 
 class Block(nnx.Module):
@@ -206,8 +214,8 @@ class Block(nnx.Module):
     self.mlp_norm, self.mlp = RMSNorm(c), MLP(c, rngs)
 
   def __call__(self, x_BxLxD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    x_BxLxD = x_BxLxD + self.attn(self.attn_norm(x_BxLxD), rope)
-    return x_BxLxD + self.mlp(self.mlp_norm(x_BxLxD))
+    x_BxLxD = constrain(x_BxLxD + self.attn(self.attn_norm(x_BxLxD), rope), *RESIDUAL)
+    return constrain(x_BxLxD + self.mlp(self.mlp_norm(x_BxLxD)), *RESIDUAL)
 
 
 class Embed(nnx.Module):
@@ -230,13 +238,19 @@ class Ends(nnx.Module):
 
   def encode(self, tokens_BxL: jax.Array) -> jax.Array:
     # Rows first, then the cast: a bfloat16 copy of the whole table would be far larger. Ids of V or more give NaN.
-    rows_BxLxD = jnp.take(self.embed.embedding[...], tokens_BxL, axis=0, mode="fill")
-    return rows_BxLxD.astype(_compute_dtype(self.c))
+    # In a sharded worker every device looks up its part of the width for the whole batch, then the rows go to the
+    # batch's devices. That moves activations, not the table or its gradient; and a gather whose ids and table are
+    # both divided over `fsdp` aborts XLA's partitioner on three mesh axes (jax 0.10 to 0.12).
+    rows_BxLxD = jnp.take(self.embed.embedding[...], constrain(tokens_BxL, None, None), axis=0, mode="fill")
+    rows_BxLxD = constrain(rows_BxLxD.astype(_compute_dtype(self.c)), None, None, (FSDP, TENSOR))
+    return constrain(rows_BxLxD, *RESIDUAL)
 
   def decode(self, x_BxLxD: jax.Array) -> jax.Array:
     x_BxLxD = self.final_norm(x_BxLxD)
     matrix_DxV = self.embed.embedding[...].T if self.c.tied else self.lm_head.kernel[...]
-    return jnp.matmul(x_BxLxD, matrix_DxV.astype(x_BxLxD.dtype), preferred_element_type=_accumulate_dtype(self.c))
+    matrix_DxV = constrain(matrix_DxV.astype(x_BxLxD.dtype), None, TENSOR)
+    logits_BxLxV = jnp.matmul(x_BxLxD, matrix_DxV, preferred_element_type=_accumulate_dtype(self.c))
+    return constrain(logits_BxLxV, FSDP, None, TENSOR)
 
 
 def make(config: LlamaConfig) -> Model:
@@ -293,7 +307,12 @@ def make(config: LlamaConfig) -> Model:
     del rng
     inputs_BxL, targets_BxL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     logits_BxLxV = apply(params, inputs_BxL)
-    chosen_BxL = jnp.take_along_axis(logits_BxLxV, targets_BxL[..., None], axis=-1, mode="fill")[..., 0]
+    # A sum over the vocabulary with one term left, not a gather: it fuses with the softmax, its gradient needs no
+    # scatter, and logits divided over `tensor` stay so.
+    ids_V = jnp.arange(config.vocab_size, dtype=targets_BxL.dtype)
+    chosen_BxL = jnp.sum(jnp.where(targets_BxL[..., None] == ids_V, logits_BxLxV, 0), axis=-1)
+    known_BxL = (targets_BxL >= 0) & (targets_BxL < config.vocab_size)
+    chosen_BxL = jnp.where(known_BxL, chosen_BxL, jnp.nan)
     return jnp.mean(jax.nn.logsumexp(logits_BxLxV, axis=-1) - chosen_BxL)
 
   return Model(config, init, apply, loss)

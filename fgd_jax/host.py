@@ -1,0 +1,52 @@
+"""The host form of overlap: three executables, and a second thread that runs every collective.
+
+On CPU a collective and a scan in one executable, or launched from one thread, run one after the other. Here the thread
+that calls the round runs the inner steps, while a communication thread runs Mix1 and then the outer step with its blocking
+exchanges. Only that one thread launches collectives, so all processes launch them in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+
+@functools.cache
+def _communication() -> ThreadPoolExecutor:
+  return ThreadPoolExecutor(max_workers=1, thread_name_prefix="communication")
+
+
+class HostRound:
+  """One outer round from three executables.
+
+  Args:
+    start: (z, ms, scalars) -> raw, Mix1's collectives; None where nothing travels beside the inner steps.
+    inner: (z, inner_opt_state, batches, scalars) -> w, inner_opt_state, loss, aux; without collectives.
+    land: (z, w, ms, raw, scalars) -> z', ms', measures.
+
+  Attributes:
+    timeline: seconds (time.monotonic) of the last round's events: begin, mix1_done, inner_done, land_done.
+  """
+
+  def __init__(self, start: Callable | None, inner: Callable, land: Callable):
+    self.start, self.inner, self.land = start, inner, land
+    self.timeline: dict[str, float] = {}
+
+  def __call__(self, z, inner_opt_state, ms, batches, scalars):
+    self.timeline = {"begin": time.monotonic()}
+    raw = _communication().submit(self._timed, "mix1_done", self.start, z, ms, scalars) if self.start else None
+    w, inner_opt_state, loss, aux = self._timed("inner_done", self.inner, z, inner_opt_state, batches, scalars)
+    got = None if raw is None else raw.result()
+    # The caller waits: whatever it launches next may hold collectives, which must not run beside these.
+    z, ms, measures = _communication().submit(self._timed, "land_done", self.land, z, w, ms, got, scalars).result()
+    return z, inner_opt_state, ms, {"loss": loss, **({} if aux is None else {"aux": aux}), **measures}
+
+  def _timed(self, event: str, run: Callable, *args: Any) -> Any:
+    out = jax.block_until_ready(run(*args))
+    self.timeline[event] = time.monotonic()
+    return out

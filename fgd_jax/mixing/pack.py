@@ -1,0 +1,87 @@
+"""Many leaves in one buffer: XLA overlaps one large transfer where it would hold back the last of many.
+
+The buffer holds a device's local shards, one after the other. Ravelling leaves that are sharded automatically would make
+XLA gather them first, so packing and unpacking happen with the axes inside a worker made manual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+PyTree = Any
+
+
+class Packing(NamedTuple):
+  """Which leaves are packed, and how they lie on the devices of a worker.
+
+  Attributes:
+    axes: sizes of the mesh axes inside a worker, those above 1.
+    specs: PartitionSpec of a leaf's own axes by path; a path that is not there is replicated.
+    below: leaves of fewer bytes on one device are packed, larger ones travel alone (inf: all are packed).
+  """
+
+  axes: Mapping[str, int]
+  specs: Mapping[str, PartitionSpec]
+  below: float = math.inf
+
+  def groups(self, leaves: Sequence[tuple[str, Any]], key: Callable[[str, Any], Any]) -> list[list[int]]:
+    """Indices of the leaves (path, stack [K, ...]) that share a buffer: packed ones with equal `key`, others alone."""
+    shared: dict[Any, list[int]] = {}
+    for i, (path, x) in enumerate(leaves):
+      small = math.prod(self._local(path, x.shape[1:])) * x.dtype.itemsize < self.below
+      shared.setdefault(key(path, x) if small else i, []).append(i)
+    return list(shared.values())
+
+  def pack(self, leaves: Sequence[tuple[str, jax.Array]], lead: int, pieces: tuple[int, ...] = ()) -> jax.Array:
+    """Leaves [lead..., *shape] of one dtype -> [lead..., *pieces, n], zero-padded, the last axis divided over `axes`."""
+    def local(*shards):
+      flat = jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in shards], axis=-1)
+      padding = -flat.shape[-1] % math.prod(pieces)
+      flat = jnp.pad(flat, [(0, 0)] * lead + [(0, padding)]) if padding else flat
+      return flat.reshape(*flat.shape[:lead], *pieces, -1)
+
+    specs = [self._spec(path, lead) for path, _ in leaves]
+    return self._inside(local, specs, self._buffer(lead + len(pieces)))(*[x for _, x in leaves])
+
+  def unpack(self, buffer: jax.Array, like: Sequence[tuple[str, Any]], lead: int) -> list[jax.Array]:
+    """[lead..., *pieces, n] -> leaves [lead..., *shape], for `like` = (path, stack [K, *shape])."""
+    shapes = [self._local(path, x.shape[1:]) for path, x in like]
+
+    def local(flat):
+      flat = flat.reshape(*flat.shape[:lead], -1)
+      leaves, start = [], 0
+      for shape in shapes:
+        end = start + math.prod(shape)
+        leaves.append(flat[..., start:end].reshape(*flat.shape[:lead], *shape))
+        start = end
+      return leaves
+
+    specs = [self._spec(path, lead) for path, _ in like]
+    return self._inside(local, [self._buffer(buffer.ndim - 1)], specs)(buffer)
+
+  def _spec(self, path: str, lead: int) -> PartitionSpec:
+    """The leaf's spec on the axes that divide it, behind `lead` free axes."""
+    return PartitionSpec(*[None] * lead, *[self._names(entry) or None for entry in self.specs.get(path, ())])
+
+  def _names(self, entry: Any) -> tuple[str, ...]:
+    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return tuple(name for name in names if name in self.axes)
+
+  def _buffer(self, lead: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * lead, tuple(self.axes) or None)
+
+  def _local(self, path: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of one device's shard of a leaf."""
+    spec = [*self.specs.get(path, ()), *[None] * len(shape)]
+    return tuple(n // math.prod(self.axes[name] for name in self._names(entry)) for n, entry in zip(shape, spec))
+
+  def _inside(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    if not self.axes:
+      return f
+    return jax.shard_map(f, axis_names=set(self.axes), in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)

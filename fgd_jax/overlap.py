@@ -1,0 +1,111 @@
+"""In which form Mix1 hides behind the inner steps on which hardware, and the XLA options that it needs.
+
+    packed    one collective on a worker's local shards in one buffer, the scan, a barrier on the raw result (round.py)
+    barrier   the same with a collective for every leaf
+    ring      a true mean as hops of a ring all-reduce inside the scan (mixing/ring.py)
+    host      three executables; a second thread runs the collectives (host.py; CPU processes)
+
+A form never changes the algorithm. What the compiler makes of it is shown by `python -m fgd_jax.aot`; the choices below
+come from there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from fgd_jax.methods import Method
+from fgd_jax.mixing.ring import Ring
+from fgd_jax.workers import Workers
+
+FORMS = ("auto", "packed", "barrier", "ring", "host")
+
+# An all-reduce runs beside TensorCore work only on the SparseCores, which these generations have.
+_SPARSE_CORE: dict[str, str | bool] = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
+_SPARSE_CORE_KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7x")
+
+
+class Plan(NamedTuple):
+  """How a round is compiled.
+
+  Attributes:
+    form: packed | barrier | ring | host, or none: nothing travels beside the inner steps.
+    options: XLA compiler options.
+    warning: a sentence where Mix1 is known to be exposed, else "".
+    ring: the plan of the hops, in the ring form.
+  """
+
+  form: str
+  options: dict[str, str | bool]
+  warning: str = ""
+  ring: Ring | None = None
+
+  @property
+  def pack_below(self) -> float:
+    """Leaves of fewer bytes on a device share a buffer."""
+    return math.inf if self.form in ("packed", "ring") else 0
+
+
+def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
+  """The form for a bound method where its workers live, and the options to compile it with.
+
+  Args:
+    form: one of FORMS; "auto" chooses.
+    method: bound to its workers.
+    workers: with their mesh; its devices may be those of a topology that is only compiled for.
+    steps: H.
+
+  Raises:
+    ValueError: a form that this method, mesh or H cannot have.
+  """
+  if form not in FORMS:
+    raise ValueError(f"overlap.form={form!r} must be one of {', '.join(FORMS)}.")
+  obstacle = {"host": _host_obstacle(method, workers), "ring": _ring_obstacle(method, workers, steps)}
+  if obstacle.get(form):
+    raise ValueError(f"overlap.form={form!r} is not possible here: {obstacle[form]}; use 'auto'.")
+  mix1, devices = method.overlapped, workers.devices
+  if form == "host":
+    return Plan("host", {})
+  if mix1 is None or workers.placement.devices == 1:
+    return Plan("none", {})
+  platform, kind = devices[0].platform, devices[0].device_kind
+  mean = mix1.topology.bank[0].mean
+  options = _SPARSE_CORE if mean and kind in _SPARSE_CORE_KINDS else {}
+  ring = None if obstacle["ring"] else Ring(workers.placement.devices, steps)
+  if form != "auto":
+    return Plan(form, dict(options), ring=ring if form == "ring" else None)
+  if platform == "cpu":
+    several = len({d.process_index for d in devices}) > 1
+    return Plan("host" if several and not obstacle["host"] else "barrier", {})
+  if mean and platform == "tpu" and not options and workers.several_in_a_slice:
+    if ring is not None:
+      return Plan("ring", {}, ring=ring)
+    return Plan("packed", {}, f"Mix1 blocks: on {kind} an all-reduce inside a slice does not run beside the inner steps, "
+                f"and its ring form is not possible ({obstacle['ring']}); a permutation (method.mix1='random_pairs') would "
+                "overlap.")
+  return Plan("packed", dict(options))
+
+
+def _host_obstacle(method: Method, workers: Workers) -> str:
+  """Why the host form is not possible, or ""."""
+  if workers.platform != "cpu":
+    return f"it is for CPU processes, and these are {workers.platform} devices"
+  if method.inner_grad is not None:
+    return "the method has collectives in its inner steps"
+  if workers.inner_axes:
+    return f"a worker is sharded over {dict(workers.inner_axes)}, whose collectives would come from two threads"
+  return ""
+
+
+def _ring_obstacle(method: Method, workers: Workers, steps: int) -> str:
+  """Why the ring form is not possible, or ""."""
+  mix1, positions = method.overlapped, workers.placement.devices
+  if mix1 is None or not mix1.topology.bank[0].mean:
+    return "only a Mix1 that is a true mean (mix1='global') goes round a ring"
+  if positions == 1:
+    return "all workers are on one position of the mesh axis 'worker'"
+  if workers.placement.slots > 1:
+    return f"it needs one worker a position, and {workers.count} workers are on {positions}"
+  if steps < positions - 1:
+    return f"inner_steps={steps} is below workers - 1 = {positions - 1}, and every inner step carries at most two hops"
+  return ""
