@@ -252,8 +252,8 @@ def make_workers(config: ConfigDict, devices: Sequence[Any] | None = None) -> Wo
                      "'fgd-jax[tpu]' or '[cuda]') or set allow_cpu=True.")
   inside, parts = config.mesh.fsdp * config.mesh.tensor, sharding.slices(devices)
   if config.workers % len(parts):
-    raise ValueError(f"workers={config.workers} cannot be divided evenly among {len(parts)} slices; make workers a multiple of "
-                     f"{len(parts)} or use fewer slices.")
+    raise ValueError(f"workers={config.workers} cannot be divided evenly among {len(parts)} slices; make workers a "
+                     f"multiple of {len(parts)} or use fewer slices.")
   positions = config.mesh.worker
   if positions is None:
     fitting = min(len(part) for part in parts) // inside * len(parts)

@@ -20,9 +20,14 @@ from fgd_jax.workers import Workers
 
 FORMS = ("auto", "packed", "barrier", "ring", "host")
 
-# An all-reduce runs beside TensorCore work only on the SparseCores, which these generations have.
+# Inside a slice an all-reduce runs beside TensorCore work only on the SparseCores, which these generations (v5p, v6e) have.
+# On tpu7x the compiler keeps it beside the scan only where workers are not sharded.
 _SPARSE_CORE: dict[str, str | bool] = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
-_SPARSE_CORE_KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7x")
+_SPARSE_CORE_KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
+_UNSHARDED_ONLY = ("TPU7x",)
+
+# On GPU no collective runs beside a loop that has collectives of its own (a worker's fsdp), unless several may be in flight.
+_PARALLEL_COLLECTIVES: dict[str, str | bool] = {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"}
 
 
 class Plan(NamedTuple):
@@ -70,20 +75,37 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
     return Plan("none", {})
   platform, kind = devices[0].platform, devices[0].device_kind
   mean = mix1.topology.bank[0].mean
-  options = _SPARSE_CORE if mean and kind in _SPARSE_CORE_KINDS else {}
+  options = {}
+  if platform == "tpu" and mean and kind in _SPARSE_CORE_KINDS:
+    options = dict(_SPARSE_CORE)
+  elif platform == "gpu" and workers.inner_axes:
+    options = dict(_PARALLEL_COLLECTIVES)
   ring = None if obstacle["ring"] else Ring(workers.placement.devices, steps)
   if form != "auto":
-    return Plan(form, dict(options), ring=ring if form == "ring" else None)
+    return Plan(form, options, ring=ring if form == "ring" else None)
   if platform == "cpu":
     several = len({d.process_index for d in devices}) > 1
     return Plan("host" if several and not obstacle["host"] else "barrier", {})
-  if mean and platform == "tpu" and not options and workers.several_in_a_slice:
+  if mean and platform == "tpu" and (blocked := _psum_obstacle(kind, workers)):
     if ring is not None:
       return Plan("ring", {}, ring=ring)
-    return Plan("packed", {}, f"Mix1 blocks: on {kind} an all-reduce inside a slice does not run beside the inner steps, "
-                f"and its ring form is not possible ({obstacle['ring']}); a permutation (method.mix1='random_pairs') would "
-                "overlap.")
-  return Plan("packed", dict(options))
+    return Plan("packed", options, f"Mix1 blocks, wholly or in part: {blocked}, and its ring form is not possible "
+                f"({obstacle['ring']}); a permutation (method.mix1='random_pairs') would overlap.")
+  return Plan("packed", options)
+
+
+def _psum_obstacle(kind: str, workers: Workers) -> str:
+  """Why an all-reduce over TPU workers does not run beside the inner steps, or ""."""
+  slices = workers.slices
+  if len(set(slices)) == len(slices):
+    return ""  # between slices it is a transfer by the hosts
+  if len(set(slices)) > 1:
+    return "with several workers in each of several slices, the part of an all-reduce inside a slice does not overlap"
+  if kind not in _SPARSE_CORE_KINDS:
+    return f"on {kind} an all-reduce inside a slice does not run beside the inner steps"
+  if kind in _UNSHARDED_ONLY and workers.inner_axes:
+    return f"on {kind} an all-reduce of sharded workers does not run beside the inner steps"
+  return ""
 
 
 def _host_obstacle(method: Method, workers: Workers) -> str:

@@ -27,8 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
 import fgd_jax as fgd
+from fgd_jax import aot, data, measure, models, sharding
 from fgd_jax import config as configs
-from fgd_jax import data, measure, models, sharding
 from fgd_jax.checkpoint import Checkpoints, refuse_other_config
 from fgd_jax.report import curves
 from fgd_jax.round import State
@@ -107,6 +107,8 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   all_finite = jax.jit(finite_by_worker)
   logging.info("Compiled %d executable(s) for the rounds in %.1f s; held-out loss is %.3f now.", len(executables),
                time.time() - began, before["eval_loss"])
+  if workers.platform != "cpu" and plan.form != "none":
+    report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
   log = RunLog(workdir, start, (start * tokens_per_round, config.rounds * tokens_per_round))
 
@@ -152,6 +154,23 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
 def due(rounds: int, every: int, last: int) -> bool:
   """Whether something done every `every` rounds (0: never) is done after `rounds` rounds; the last round counts."""
   return bool(every) and (rounds % every == 0 or rounds == last)
+
+
+def report_overlap(executables: dict[Any, Any], workers: fgd.Workers, method: fgd.methods.Method, steps: int) -> None:
+  """Logs what the compiler made of Mix1, and warns where it is not beside the inner steps."""
+  try:
+    schedules = [aot.read_round(run.as_text(), workers, method, steps) for (measured, _), run in executables.items()
+                 if not measured]
+  except Exception as e:  # the text is the compiler's own and changes with its version; training does not depend on it
+    logging.warning("The compiled schedule could not be read (%s).", e)
+    return
+  worst = max(schedules, key=lambda s: s.total(aot.EXPOSED))
+  megabytes = [worst.total(place) / 1e6 for place in (aot.OVERLAPPED, aot.EXPOSED, aot.BLOCKING)]
+  logging.info("Compiled schedule, bytes a device and round: %.1f MB beside the inner steps, %.1f MB of Mix1 exposed, "
+               "%.1f MB blocking.", *megabytes)
+  if megabytes[1]:
+    logging.warning("Mix1 blocks: %.1f MB a round are not beside the inner steps. python -m fgd_jax.aot shows where; "
+                    "another overlap.form or method.mix1 may overlap (README, table of forms).", megabytes[1])
 
 
 class Profile:

@@ -67,13 +67,12 @@ class Workers:
     return {name: size for name, size in shape.items() if size > 1 and name != WORKER_AXIS}
 
   @property
-  def several_in_a_slice(self) -> bool:
-    """Whether two positions of the mesh axis `worker` lie in one slice."""
+  def slices(self) -> list[int]:
+    """The TPU slice of every position of the mesh axis `worker` (0 where devices know no slices)."""
     if self.mesh is None:
-      return self.count > 1
+      return [0]
     by_position = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(WORKER_AXIS), 0)
-    slices = [getattr(d, "slice_index", 0) for d in by_position.reshape(self.placement.devices, -1)[:, 0]]
-    return len(set(slices)) < len(slices)
+    return [getattr(d, "slice_index", 0) for d in by_position.reshape(self.placement.devices, -1)[:, 0]]
 
   def stacked(self, spec: PartitionSpec = PartitionSpec()) -> jax.sharding.Sharding:
     """Sharding of an array [M, ...] whose remaining axes follow `spec`."""

@@ -81,7 +81,8 @@ def test_packed_form_is_bitwise_the_barrier_form(x64, name):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name, worker, fsdp", [("GlobalM1LocalM2", 4, 2), ("GlobalM1", 2, 2), ("fgd", 2, 2), ("striped", 4, 2)])
+@pytest.mark.parametrize("name, worker, fsdp", [
+    ("GlobalM1LocalM2", 4, 2), ("GlobalM1", 2, 2), ("fgd", 2, 2), ("striped", 4, 2)])
 def test_packed_form_with_sharded_or_several_workers(x64, name, worker, fsdp):
   """Against one device without any exchange in flight: 1e-10 with fsdp above 1 (design 3.1)."""
   assert_close(run(name, worker, "packed", fsdp)[0], run(name, None, "auto")[0], 1e-10)
@@ -224,9 +225,13 @@ def test_form_by_hardware():
   assert plan_on(v5e)[:3] == ("ring", {}, "")
   assert plan_on(v5e, "LocalM1M2")[:3] == ("packed", {}, "")
   assert plan_on(v5e, slices=4)[:3] == ("packed", {}, "")
-  assert plan_on(v5e, slices=2).form == "ring"
+  assert plan_on(v5e, slices=2)[:3] == plan_on(v5p, slices=2)[:3] == ("ring", {}, "")
+  assert plan_on("TPU7x")[:3] == ("packed", sparse, "")
+  assert plan_on("TPU7x", fsdp=2)[:3] == ("ring", {}, "")
   assert plan_on(v5e, "diloco").form == "none"
   assert plan_on("NVIDIA H100", platform="gpu")[:3] == ("packed", {}, "")
+  assert plan_on("NVIDIA H100", platform="gpu", fsdp=2)[:2] == (
+      "packed", {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"})
   assert plan_on("cpu", platform="cpu").form == "barrier"
   assert plan_on("cpu", platform="cpu", processes=4).form == "host"
   assert plan_on("cpu", platform="cpu", processes=4, fsdp=2).form == "barrier"

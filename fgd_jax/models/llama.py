@@ -243,12 +243,14 @@ class Ends(nnx.Module):
     # both divided over `fsdp` aborts XLA's partitioner on three mesh axes (jax 0.10 to 0.12).
     rows_BxLxD = jnp.take(self.embed.embedding[...], constrain(tokens_BxL, None, None), axis=0, mode="fill")
     rows_BxLxD = constrain(rows_BxLxD.astype(_compute_dtype(self.c)), None, None, (FSDP, TENSOR))
+    rows_BxLxD = constrain(rows_BxLxD, None, None, FSDP)  # one axis at a time: XLA has no collective for both
     return constrain(rows_BxLxD, *RESIDUAL)
 
   def decode(self, x_BxLxD: jax.Array) -> jax.Array:
     x_BxLxD = self.final_norm(x_BxLxD)
     matrix_DxV = self.embed.embedding[...].T if self.c.tied else self.lm_head.kernel[...]
-    matrix_DxV = constrain(matrix_DxV.astype(x_BxLxD.dtype), None, TENSOR)
+    matrix_DxV = constrain(matrix_DxV.astype(x_BxLxD.dtype), FSDP, TENSOR)  # again one axis at a time
+    matrix_DxV = constrain(matrix_DxV, None, TENSOR)
     logits_BxLxV = jnp.matmul(x_BxLxD, matrix_DxV, preferred_element_type=_accumulate_dtype(self.c))
     return constrain(logits_BxLxV, FSDP, None, TENSOR)
 

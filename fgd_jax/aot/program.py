@@ -1,0 +1,148 @@
+"""Compiles one round for devices that are not there; run by `compile_round` in a process of its own, which may abort.
+
+    python -m fgd_jax.aot.program FOLDER      reads FOLDER/request.json, writes FOLDER/answer.json and FOLDER/program.hlo
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import fgd_jax as fgd
+from fgd_jax import aot, models, sharding
+from fgd_jax import config as configs
+from fgd_jax.aot import targets
+from fgd_jax.default_config import get_config as default
+from fgd_jax.mixing import exchange, path_of
+
+BYTE_VOCABULARY = 256  # where model.vocab_size is None; data are not read
+
+
+def main(folder: str) -> int:
+  with open(os.path.join(folder, "request.json")) as f:
+    request = json.load(f)
+  try:
+    answer, code = _compile(request, folder), 0
+  except ValueError as e:
+    if os.environ.get("FGD_JAX_TRACEBACK"):
+      raise
+    answer, code = {"error": " ".join(str(e).split())}, 2
+  except jax.errors.JaxRuntimeError as e:  # such as: Ran out of memory in memory space hbm
+    if os.environ.get("FGD_JAX_TRACEBACK"):
+      raise
+    first = next((line for line in str(e).splitlines() if line.strip()), "no message")
+    answer, code = {"error": f"The compiler refused the round: {first[:600]}"}, 3
+  with open(os.path.join(folder, "answer.json"), "w") as f:
+    json.dump(answer, f)
+  return code
+
+
+def read_config(values: dict[str, Any]):
+  """A config with these values, keys with dots; keys that are None stay at their default."""
+  config = default()
+  config.unlock()
+  for key, value in values.items():
+    section, _, leaf = key.rpartition(".")
+    holder = config[section] if section else config
+    if value is None and leaf in holder and holder[leaf] is None:
+      continue
+    holder[leaf] = value
+  return config.lock()
+
+
+def _compile(request: dict[str, Any], folder: str) -> dict[str, Any]:
+  config = read_config(request["config"])
+  configs.validate(config)
+  target = targets.parse(request["topology"], request["slices"])
+  available = targets.devices(target)
+  workers = configs.make_workers(config, available)
+  mesh = workers.mesh
+  assert mesh is not None  # given devices are always put in one
+  inside = sharding.inside_worker(mesh)
+  model = models.make(configs.make_model_config(config, config.model.vocab_size or BYTE_VOCABULARY))
+  _, round_fn = fgd.build_round(
+      configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
+      accumulate=config.accumulate, overlap=config.overlap.form, **inside)
+
+  params = jax.eval_shape(model.init, jax.random.key(config.seed))
+  tokens = jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1), jnp.int32)
+  state = round_fn.abstract_state(params)._replace(round=np.int32(request["round"]))
+  plan = round_fn.plan({"tokens": tokens})
+  xla_options = {**plan.options, **request["xla_options"]}
+  began = time.monotonic()
+  lowered = round_fn.lower(state, {"tokens": tokens}, measured=False)
+  lower_seconds, began = time.monotonic() - began, time.monotonic()
+  compiled = lowered.compile(compiler_options=xla_options or None)
+  compile_seconds = time.monotonic() - began
+  with open(os.path.join(folder, "program.hlo"), "w") as f:
+    f.write(compiled.as_text() or "")
+  axis = mesh.axis_names.index("worker")
+  return {
+      "form": plan.form, "xla_options": xla_options, "notes": [plan.warning] if plan.warning else [],
+      "mesh": dict(mesh.shape), "inner_scope": aot.inner_scope(round_fn.method),
+      "devices_available": len(available), "parameters": models.count_params(params),
+      "compile_seconds": compile_seconds, "lower_seconds": lower_seconds,
+      "memory": _memory(compiled.memory_analysis()),
+      "expected_mix1_bytes": expected_mix1_bytes(round_fn.method, request["round"], plan.form, params, workers.placement,
+                                                 mesh, inside.get("param_sharding", ())),
+      "device_worker": [int(index[axis]) for index in np.ndindex(mesh.devices.shape)],
+      "device_slice": [targets.slice_of(d, target) for d in mesh.devices.flat],
+      "device_id": [int(d.id) for d in mesh.devices.flat],
+      "jax": jax.__version__}
+
+
+def _memory(stats: Any) -> dict[str, int]:
+  """Bytes on one device by kind, from the compiler's own analysis."""
+  names = [n for n in dir(stats) if n.endswith("_in_bytes")]
+  return {n.removesuffix("_in_bytes"): int(getattr(stats, n)) for n in names}
+
+
+def expected_mix1_bytes(method: fgd.methods.Method, r: int, form: str, params: Any, placement: exchange.Placement,
+                        mesh: Mesh, rules: sharding.Rules) -> float | None:
+  """What one device hands to Mix1's collectives in round r by algebra: its shard of each launched leaf, for every message.
+
+  A mean over workers carries a leaf once for all workers of a device, in the ring form 2 (D-1)/D of it over D positions;
+  a permutation once for every message that leaves the device. The compiler may send less (it may shard leaves that no
+  rule shards) or more (padding, idle hops of a ring, the stages of an all-reduce inside and between slices). None where
+  the method's mixers are of another kind.
+  """
+  if method.overlapped is None or placement.devices == 1:
+    return 0.0
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+  sent = jax.eval_shape(method.launch, shapes, jax.eval_shape(method.init, shapes))
+  specs = sharding.like_params(sent, shapes, sharding.param_specs(shapes, rules))
+  total = 0.0
+  try:
+    topology = method.overlapped.topology
+    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(sent)[0],
+                                  jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))):
+      pattern = topology.bank[(topology.choice(r) + topology.stripe_of(path_of(path))) % len(topology.bank)]
+      messages = 1 if pattern.mean else sum(
+          any(s != d for s, d in move.pairs) for _, source in pattern.terms
+          for move in exchange.colour(tuple(int(s) for s in source), placement.devices))
+      total += messages * _shard(leaf, spec, mesh.shape)
+  except AttributeError:
+    return None
+  return total * 2 * (placement.devices - 1) / placement.devices if form == "ring" else total
+
+
+def _shard(leaf: Any, spec: Any, mesh_shape: Any) -> float:
+  """Bytes of one device's shard of a leaf."""
+  dims = list(leaf.shape)
+  for axis, names in enumerate(spec):
+    for name in (names,) if isinstance(names, str) else names or ():
+      dims[axis] = -(-dims[axis] // mesh_shape[name])
+  return math.prod(dims) * leaf.dtype.itemsize
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1]))
