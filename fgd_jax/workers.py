@@ -45,6 +45,9 @@ class Workers:
                        "the number of workers; change one of them.")
     self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     self.placement = Placement(self.count, devices)
+    slices = self.slices
+    if 1 < len(set(slices)) < len(slices):
+      self.placement = self.placement._replace(slices=tuple(slices))
 
   def __repr__(self) -> str:
     where = "one device" if self.mesh is None else f"mesh {dict(self.mesh.shape)}"
@@ -111,7 +114,7 @@ class Workers:
     `body` sees [K, ...] and returns [K, ...]. Manual over `worker` only, so that other axes stay automatic;
     check_vma is off, because with it the gradient at averaged parameters would be summed over workers.
     """
-    if self.placement.devices == 1:
+    if self.placement.devices == 1 and not self.inner_axes:
       return body
 
     def run(*args):

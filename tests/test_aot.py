@@ -10,11 +10,15 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
+import optax
 import pytest
 
-from fgd_jax import aot
+import fgd_jax as fgd
+from fgd_jax import aot, train
 from fgd_jax.aot import hlo, schedule, targets
+from fgd_jax.aot.schedule import BLOCKING, EXPOSED, OVERLAPPED
 from fgd_jax.default_config import get_config as default
 
 # --- sizes, groups, instructions -------------------------------------------------------------------------------------
@@ -522,3 +526,25 @@ def test_h100_one_packed_buffer_overlaps(method, workers, fsdp):
   report = aot.compile_round(_config(method, workers, fsdp), "h100:8")
   _check(report, fsdp)
   assert np.isclose(report.overlapped_bytes, report.blocking_mix2_bytes, rtol=0.01)
+
+
+# --- a program compiled here -------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_reads_its_own_schedule(monkeypatch):
+  """On CPU collectives are synchronous, so all of Mix1 is exposed: its size, and a warning."""
+  mesh = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
+  workers = fgd.Workers(4, mesh)
+  init, round_fn = fgd.build_round(fgd.methods.make("GlobalM1LocalM2"), lambda p, b, rng: ((b @ p["w"]) ** 2).mean(),
+                                   optax.adam(1e-2), workers=workers)
+  batches = np.ones((4, 5, 2, 6), np.float32)
+  executables = round_fn.compile(init({"w": np.ones((6, 7), np.float32)}), batches, measured=(False,))
+  (run,) = executables.values()
+  found = aot.read_round(run.as_text(), workers, round_fn.method, 5)
+  assert found.total(EXPOSED) == found.total(BLOCKING) == 4 * 6 * 7 and found.total(OVERLAPPED) == 0
+  said = []
+  monkeypatch.setattr(train.logging, "warning", lambda text, *values: said.append(text % values))
+  train.report_overlap(executables, workers, round_fn.method, 5)
+  assert len(said) == 1 and "Mix1 blocks" in said[0]
+  train.report_overlap({(False, None): None}, workers, round_fn.method, 5)
+  assert "could not be read" in said[1]

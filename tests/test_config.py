@@ -88,7 +88,6 @@ def test_bad_variants_are_named(arg, words):
     ("method.outer_momentum=1.0", ["outer_momentum=1.0"]),
     ("method.outer_lr=-1", ["outer_lr=-1.0"]),
     ("mesh.worker=0", ["mesh.worker=0"]),
-    ("mesh.tensor=2", ["mesh.tensor=2"]),
     ("mesh.fsdp=3", ["mesh.fsdp=3", "batch_size=4"]),
     ("inner.lr=nan", ["inner.lr", "finite"]),
     ("inner.b1=1.5", ["inner.b1=1.5"]),

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import fgd_jax as fgd
-from fgd_jax.mixing import Context
+from fgd_jax.mixing import Context, exchange
 from fgd_jax.mixing.exchange import colour
 
 M = 8
@@ -228,3 +229,37 @@ def test_bytes_sent(topology, m, models):
   tree = {"a": jax.ShapeDtypeStruct((3, 5), jnp.float32), "b": jax.ShapeDtypeStruct((7,), jnp.bfloat16),
           "c": jax.ShapeDtypeStruct((), jnp.float32)}
   assert fgd.mixing.make(topology, workers=m).bytes_sent(tree) == pytest.approx(models * (60 + 14 + 4), rel=1e-15)
+
+
+# --- several positions in each of several slices -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [
+    (1, 0, 4, 5, 2, 3, 7, 6), (1, 0, 3, 2, 6, 7, 4, 5), (2, 0, 1, 5, 3, 7, 4, 6), (1, 2, 3, 4, 5, 6, 7, 0)])
+def test_permutations_are_split_so_that_slices_run_alike(source):
+  """Positions 0-3 and 4-7 are slices: every part has the same pairs inside each, and together they are the permutation."""
+  pairs = tuple((s, d) for d, s in enumerate(source))
+  got = {}
+  for part, keep in exchange.uniform(pairs, (0,) * 4 + (1,) * 4):
+    assert len({s for s, _ in part}) == len({d for _, d in part}) == len(part)
+    inside = [{(s - first, d - first) for s, d in part if first <= s < first + 4 and first <= d < first + 4}
+              for first in (0, 4)]
+    assert inside[0] == inside[1]
+    got.update({d: s for s, d in part if d in keep})
+  assert got == {d: s for s, d in pairs}
+
+
+def test_split_permutations_give_the_same_numbers():
+  """All 14 rounds of random pairs on 8 positions in two slices, against the mixing matrix."""
+  mesh = jax.make_mesh((8,), ("worker",), axis_types=(jax.sharding.AxisType.Auto,))
+  mixer = fgd.mixing.make("random_pairs", workers=8, seed=4)
+  placement = exchange.Placement(8, 8, (0,) * 4 + (1,) * 4)
+  x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+  for choice in range(7):
+    def mix(x, ids, choice=choice):
+      ctx = Context(placement, jnp.int32(0), ids, jnp.ones(8, bool), {"mix": choice})
+      return mixer.finish(mixer.start(x, ctx), x, ctx)
+
+    f = jax.shard_map(mix, mesh=mesh, in_specs=PartitionSpec("worker"), out_specs=PartitionSpec("worker"), check_vma=False)
+    r = next(r for r in range(200) if mixer.topology.choice(r) == choice)
+    np.testing.assert_allclose(np.asarray(jax.jit(f)(x, jnp.arange(8))), mixer.matrix(r) @ x, rtol=1e-6, atol=1e-6)

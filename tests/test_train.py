@@ -1,6 +1,7 @@
 """The command: the run's folder, clear ends, and runs that are killed and continued bit for bit."""
 
 import glob
+import gzip
 import json
 import os
 import shutil
@@ -82,6 +83,17 @@ def test_run_folder_has_all_keys(finished):
   assert open(os.path.join(workdir, "curves.png"), "rb").read(8) == b"\x89PNG\r\n\x1a\n"
   assert glob.glob(os.path.join(workdir, "tensorboard", "events*"))
   assert os.path.isdir(os.path.join(workdir, "checkpoints", "4"))
+
+
+def test_profile_of_chosen_rounds(tmp_path):
+  """A trace of rounds 2 and 3, in which the rounds have names; the run is the same without it and may be resumed so."""
+  workdir = str(tmp_path / "p")
+  trainer.train(get_config(TINY + ",profile=2-3"), workdir)
+  (trace,) = glob.glob(os.path.join(workdir, "profile", "**", "perfetto_trace.json.gz"), recursive=True)
+  with gzip.open(trace, "rt") as f:
+    events = json.load(f)["traceEvents"]
+  assert [e["args"]["step_num"] for e in events if e.get("name") == "round"] == ["2", "3"]
+  assert trainer.train(get_config(TINY), workdir)["rounds"] == 4
 
 
 def test_finished_run_says_so_and_changes_nothing(finished):

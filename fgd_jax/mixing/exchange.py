@@ -19,10 +19,14 @@ WORKER_AXIS = "worker"
 
 
 class Placement(NamedTuple):
-  """M workers on `devices` positions of the mesh axis `worker` (1: all on one, without collectives)."""
+  """M workers on `devices` positions of the mesh axis `worker` (1: all on one, without collectives).
+
+  `slices`: the slice of each position, where there are several positions in each of several slices.
+  """
 
   workers: int
   devices: int = 1
+  slices: tuple[int, ...] | None = None
 
   @property
   def slots(self) -> int:
@@ -77,6 +81,33 @@ def colour(source: tuple[int, ...], devices: int) -> tuple[_Move, ...]:
   return tuple(moves)
 
 
+@functools.cache
+def uniform(pairs: tuple[tuple[int, int], ...], slices: tuple[int, ...] | None
+            ) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], ...]:
+  """Splits a permutation of positions in parts that every slice runs alike: (pairs, positions that keep the result).
+
+  Where the pairs inside one slice differ from those inside another, XLA runs them in a conditional on the slice, which
+  ends before the inner steps. Each such pattern becomes a permutation of its own that all slices run; pairs between
+  slices are another.
+  """
+  if slices is None:
+    return ((pairs, tuple(d for _, d in pairs)),)
+  start = {s: slices.index(s) for s in slices}
+  patterns: dict[tuple[tuple[int, int], ...], list[int]] = {}
+  for s, first in start.items():
+    inside = tuple(sorted((a - first, b - first) for a, b in pairs if slices[a] == slices[b] == s))
+    patterns.setdefault(inside, []).append(s)
+  between = tuple((a, b) for a, b in pairs if slices[a] != slices[b])
+  if len(patterns) == 1:
+    return ((pairs, tuple(d for _, d in pairs)),)
+  parts = [(between, tuple(d for _, d in between))] if between else []
+  for pattern, where in patterns.items():
+    if pattern:
+      everywhere = tuple((first + a, first + b) for first in start.values() for a, b in pattern)
+      parts.append((everywhere, tuple(start[s] + b for s in where for _, b in pattern)))
+  return tuple(parts)
+
+
 def permute_start(stack: jax.Array, source: Any, placement: Placement, ids: jax.Array) -> Any:
   """The collectives of "worker m receives from worker source[m]", and nothing else.
 
@@ -98,9 +129,8 @@ def permute_start(stack: jax.Array, source: Any, placement: Placement, ids: jax.
       block = stack[0]
     else:
       block = lax.dynamic_index_in_dim(stack, jnp.asarray(move.send)[position], 0, keepdims=False)
-    if any(s != d for s, d in move.pairs):
-      block = lax.ppermute(block, WORKER_AXIS, move.pairs)
-    received.append(block)
+    received.append([lax.ppermute(block, WORKER_AXIS, pairs) if any(s != d for s, d in pairs) else block
+                     for pairs, _ in uniform(move.pairs, placement.slices)])
   return received
 
 
@@ -108,11 +138,17 @@ def permute_finish(received: Any, source: Any, placement: Placement, ids: jax.Ar
   """Assembles what `permute_start` received into a stack [K, ...]."""
   if placement.devices == 1:
     return received
-  if placement.slots == 1:
-    return received[0][None]
   position = ids[0] // placement.slots
-  stack = jnp.zeros((placement.slots, *received[0].shape), received[0].dtype)
-  for move, block in zip(colour(tuple(int(s) for s in source), placement.devices), received):
+  moves = colour(tuple(int(s) for s in source), placement.devices)
+  blocks = []
+  for move, (block, *others) in zip(moves, received):
+    for (_, keep), other in zip(uniform(move.pairs, placement.slices)[1:], others):
+      block = jnp.where(jnp.isin(position, jnp.asarray(keep)), other, block)
+    blocks.append(block)
+  if placement.slots == 1:
+    return blocks[0][None]
+  stack = jnp.zeros((placement.slots, *blocks[0].shape), blocks[0].dtype)
+  for move, block in zip(moves, blocks):
     stack = lax.dynamic_update_index_in_dim(stack, block, jnp.asarray(move.recv)[position], 0)
   return stack
 

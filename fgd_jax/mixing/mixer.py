@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
 
 from fgd_jax.mixing import exchange
 from fgd_jax.mixing.exchange import Placement
@@ -105,21 +106,24 @@ class Mixer:
   def start(self, stack: PyTree, ctx: Context) -> list[Any]:
     """Launches the collectives for a stack of leaves [K, ...]; returns the raw received values, one for each buffer."""
     leaves = _leaves(stack)
+    groups = [[leaves[i] for i in group] for group in self._groups(leaves, ctx)]
+    with jax.named_scope(self.key):  # by which fgd_jax.aot tells the mixers' collectives apart
+      return [self._launch(self._buffer(group, ctx), self._pattern(self.stripe_of(group[0][0]), ctx), ctx)
+              for group in groups]
 
-    def launch(group: list[tuple[str, jax.Array]]):
-      pattern = self._pattern(self.stripe_of(group[0][0]), ctx)
-      if pattern.mean:
-        group = [(path, jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0)) for path, x in group]
-      if pattern.mean and ctx.ring is not None:
+  def _buffer(self, group: list[tuple[str, jax.Array]], ctx: Context) -> jax.Array:
+    """What travels for these leaves."""
+    if self.topology.bank[0].mean:
+      group = [(path, jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0)) for path, x in group]
+      if ctx.ring is not None:
         assert ctx.packing is not None
         return ctx.packing.pack([(path, x[0]) for path, x in group], lead=0, pieces=ctx.ring.pieces)
-      x = group[0][1] if len(group) == 1 or ctx.packing is None else ctx.packing.pack(group, lead=1)
-      if pattern.mean:
-        return exchange.sum_over_workers(x, ctx.placement)
-      return [exchange.permute_start(x, source, ctx.placement, ctx.ids) for _, source in pattern.terms]
+    return group[0][1] if len(group) == 1 or ctx.packing is None else ctx.packing.pack(group, lead=1)
 
-    with jax.named_scope(self.key):  # by which fgd_jax.aot tells the mixers' collectives apart
-      return [launch([leaves[i] for i in group]) for group in self._groups(leaves, ctx)]
+  def _launch(self, buffer: jax.Array, pattern: Pattern, ctx: Context) -> Any:
+    if pattern.mean:
+      return buffer if ctx.ring is not None else exchange.sum_over_workers(buffer, ctx.placement)
+    return [exchange.permute_start(buffer, source, ctx.placement, ctx.ids) for _, source in pattern.terms]
 
   def during(self, raw: list[Any], h: Any, ctx: Context) -> list[Any]:
     """What inner step h carries of an exchange that `start` prepared: hops of the ring form, else nothing."""
@@ -131,12 +135,25 @@ class Mixer:
   def finish(self, raw: list[Any], stack: PyTree, ctx: Context) -> PyTree:
     """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values."""
     leaves = _leaves(stack)
+    patterns = [self._pattern(self.stripe_of(leaves[group[0]][0]), ctx) for group in self._groups(leaves, ctx)]
+    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, ctx)
+
+  def _assembled(self, got: Any, pattern: Pattern, ctx: Context) -> list[jax.Array]:
+    """What was received for a buffer: the sum, or a stack [K, ...] for each term."""
+    if pattern.mean:
+      return [got]
+    return [exchange.permute_finish(block, source, ctx.placement, ctx.ids)
+            for (_, source), block in zip(pattern.terms, got)]
+
+  def _mixed(self, received: list[list[jax.Array]], patterns: list[Pattern], stack: PyTree, ctx: Context) -> PyTree:
+    """The arithmetic behind an exchange, buffer by buffer and leaf by leaf."""
+    leaves = _leaves(stack)
     mixed: list[Any] = [None] * len(leaves)
-    for group, got in zip(self._groups(leaves, ctx), raw):
+    for group, buffers, pattern in zip(self._groups(leaves, ctx), received, patterns):
       like = [leaves[i] for i in group]
-      pattern = self._pattern(self.stripe_of(like[0][0]), ctx)
-      for i, (_, x), received in zip(group, like, self._unpacked(got, like, pattern, ctx)):
-        mixed[i] = self._mixed(received, x, pattern, ctx)
+      parts = [self._unpacked(buffer, like, pattern, ctx) for buffer in buffers]
+      for k, (i, (_, x)) in enumerate(zip(group, like)):
+        mixed[i] = self._mixed_leaf([part[k] for part in parts], x, pattern, ctx)
     return jax.tree.unflatten(jax.tree.structure(stack), mixed)
 
   def _groups(self, leaves: list[tuple[str, Any]], ctx: Context) -> list[list[int]]:
@@ -145,25 +162,23 @@ class Mixer:
       return [[i] for i in range(len(leaves))]
     return ctx.packing.groups(leaves, lambda path, x: (self.stripe_of(path), str(x.dtype)))
 
-  def _unpacked(self, got: Any, like: list[tuple[str, jax.Array]], pattern: Pattern, ctx: Context) -> list[Any]:
-    """What `start` returned for a buffer, leaf by leaf."""
+  def _unpacked(self, buffer: jax.Array, like: list[tuple[str, jax.Array]], pattern: Pattern, ctx: Context
+                ) -> list[jax.Array]:
+    """A received buffer, leaf by leaf."""
     if ctx.packing is None or (len(like) == 1 and not (pattern.mean and ctx.ring)):
-      return [got]
-    lead = 0 if pattern.mean or ctx.placement.devices > 1 else 1
-    parts = [ctx.packing.unpack(buffer, like, lead) for buffer in jax.tree.leaves(got)]
-    return [jax.tree.unflatten(jax.tree.structure(got), of_leaf) for of_leaf in zip(*parts)]
+      return [buffer]
+    return ctx.packing.unpack(buffer, like, lead=0 if pattern.mean else 1)
 
-  def _mixed(self, got: Any, x: jax.Array, pattern: Pattern, ctx: Context) -> jax.Array:
+  def _mixed_leaf(self, received: list[jax.Array], x: jax.Array, pattern: Pattern, ctx: Context) -> jax.Array:
     """One leaf [K, ...] after the exchange."""
     if pattern.mean:
       count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(x.dtype)
-      return jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), got / count, x)
+      return jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), received[0] / count, x)
     if not pattern.terms:
       return x
     wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
     mixed = x.astype(wide) * (1 - sum(weight for weight, _ in pattern.terms))
-    for (weight, source), block in zip(pattern.terms, got):
-      other = exchange.permute_finish(block, source, ctx.placement, ctx.ids)
+    for (weight, source), other in zip(pattern.terms, received):
       if self.topology.symmetric:
         active = ctx.alive & ctx.alive[jnp.asarray(source)]
       else:
@@ -196,11 +211,25 @@ class Mixer:
   def _mix_stack(self, stack: PyTree, ctx: Context) -> PyTree:
     choice = ctx.choices.get(self.key, 0)
     ctx = ctx._replace(packing=None, ring=None)
-    once = lambda ctx: self.finish(self.start(stack, ctx), stack, ctx)
     if isinstance(choice, int) or not self.varying or ctx.placement.devices == 1:
-      return once(ctx)
-    return lax.switch(choice, [lambda i=i: once(ctx._replace(choices={**ctx.choices, self.key: i}))
-                               for i in range(len(self.topology.bank))])
+      return self.finish(self.start(stack, ctx), stack, ctx)
+    # One branch a pattern, each with a transfer for each buffer and nothing else, so that programs grow little with the
+    # bank: leaves share buffers, and the arithmetic stands once, behind the switch.
+    ctx = ctx._replace(packing=_packing_here())
+    leaves = _leaves(stack)
+    groups = [[leaves[i] for i in group] for group in self._groups(leaves, ctx)]
+    stripes = [self.stripe_of(group[0][0]) for group in groups]
+    buffers = [self._buffer(group, ctx) for group in groups]
+
+    def branch(i: int) -> list[list[jax.Array]]:
+      fixed = ctx._replace(choices={**ctx.choices, self.key: i})
+      patterns = [self._pattern(stripe, fixed) for stripe in stripes]
+      with jax.named_scope(self.key):
+        raw = [self._launch(buffer, pattern, fixed) for buffer, pattern in zip(buffers, patterns)]
+      return [self._assembled(got, pattern, fixed) for got, pattern in zip(raw, patterns)]
+
+    received = lax.switch(choice, [lambda i=i: branch(i) for i in range(len(self.topology.bank))])
+    return self._mixed(received, [self._traced(choice + stripe) for stripe in stripes], stack, ctx)
 
   def _pattern(self, stripe: int, ctx: Context) -> Pattern:
     """The pattern of this stripe in this round; on one position its sources may be traced (a gather, not a switch)."""
@@ -212,8 +241,21 @@ class Mixer:
       return bank[index]
     if ctx.placement.devices > 1:
       raise ValueError(f"{self.key}: a permutation chosen at run time cannot be launched ahead on a mesh.")
+    return self._traced(index)
+
+  def _traced(self, index: Any) -> Pattern:
+    """The pattern with this number (modulo the bank's length), known at run time; all have the first one's weights."""
+    bank = self.topology.bank
     sources = np.asarray([[source for _, source in p.terms] for p in bank])  # [bank, terms, M]
-    return Pattern(tuple((weight, jnp.asarray(sources)[index, k]) for k, (weight, _) in enumerate(bank[0].terms)))
+    row = jnp.asarray(sources)[index % len(bank)]
+    return Pattern(tuple((weight, row[k]) for k, (weight, _) in enumerate(bank[0].terms)))
+
+
+def _packing_here() -> Packing | None:
+  """All leaves of a dtype in one buffer, except where XLA shards them (fsdp): packing would gather them first."""
+  mesh = jax.sharding.get_abstract_mesh()
+  sharded = any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in zip(mesh.axis_names, mesh.axis_types))
+  return None if sharded else Packing({}, {})
 
 
 def _leaves(stack: PyTree) -> list[tuple[str, jax.Array]]:
