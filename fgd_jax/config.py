@@ -135,10 +135,12 @@ def profiled_rounds(config: ConfigDict) -> range:
   """
   if config.profile is None:
     return range(0)
-  first, _, last = config.profile.partition("-")
-  if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
-    raise ValueError(f"profile={config.profile!r} must be a round, such as '5', or rounds, such as '5-7', counted from 1.")
-  return range(int(first), int(last or first) + 1)
+  words = config.profile.split("-")
+  first, last = words[0], words[-1]
+  if len(words) > 2 or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last) <= config.rounds:
+    raise ValueError(f"profile={config.profile!r} must be a round, such as '5', or rounds, such as '5-7', counted from 1 to "
+                     f"rounds={config.rounds}.")
+  return range(int(first), int(last) + 1)
 
 
 def _check_inside_worker(config: ConfigDict) -> None:

@@ -26,6 +26,9 @@ _SPARSE_CORE: dict[str, str | bool] = {"xla_tpu_enable_sparse_core_collective_of
 _SPARSE_CORE_KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
 _UNSHARDED_ONLY = ("TPU7x",)
 
+# Permutations of many leaves are in flight together, instead of five.
+_MANY_PERMUTES: dict[str, str | bool] = {"xla_max_concurrent_async_collective_permutes": "1000"}
+
 # On GPU no collective runs beside a loop that has collectives of its own (a worker's fsdp), unless several may be in flight.
 _PARALLEL_COLLECTIVES: dict[str, str | bool] = {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"}
 
@@ -76,7 +79,9 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
   platform, kind = devices[0].platform, devices[0].device_kind
   mean = mix1.topology.bank[0].mean
   options = {}
-  if platform == "tpu" and mean and kind in _SPARSE_CORE_KINDS:
+  if platform == "tpu" and not mean:
+    options = dict(_MANY_PERMUTES)
+  elif platform == "tpu" and kind in _SPARSE_CORE_KINDS:
     options = dict(_SPARSE_CORE)
   elif platform == "gpu" and workers.inner_axes:
     options = dict(_PARALLEL_COLLECTIVES)
@@ -91,7 +96,8 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
       return Plan("ring", {}, ring=ring)
     return Plan("packed", options, f"Mix1 blocks, wholly or in part: {blocked}, and its ring form is not possible "
                 f"({obstacle['ring']}); a permutation (method.mix1='random_pairs') would overlap.")
-  return Plan("packed", options)
+  # A mean is packed because small leaves are not offloaded; permutations need no second copy of the parameters to send.
+  return Plan("packed" if mean or platform == "gpu" else "barrier", options)
 
 
 def _psum_obstacle(kind: str, workers: Workers) -> str:

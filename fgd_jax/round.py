@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fgd_jax import measure as measures
-from fgd_jax import overlap
+from fgd_jax import overlap as overlap_forms
 from fgd_jax.host import HostRound
 from fgd_jax.methods import Method
 from fgd_jax.mixing import Context, path_of
@@ -109,6 +109,7 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
       raise ValueError(f"measure={m!r} must be 'consensus' or a function (w, z) -> dict.")
   weights = None if worker_weights is None else _shares(worker_weights, workers.count)
   bound = method.bind(workers.count, int(seed))
+  overlap_forms.plan(overlap, bound, workers, steps=2**31 - 1)  # refuses forms that no H makes possible
   round_fn = Round(bound, loss_fn, inner_optimizer, workers, int(seed), tuple(measure), accumulate, weights,
                    tuple(param_sharding), batch_sharding, inner_loop, overlap)
   return round_fn.init, round_fn
@@ -218,14 +219,15 @@ class Round:
         known[kind, permutation] = self._compiled(state, batches, kind, permutation)
     return known
 
-  def plan(self, batches: PyTree) -> overlap.Plan:
+  def plan(self, batches: PyTree) -> overlap_forms.Plan:
     """The form of overlap and the XLA options for rounds on batches of this shape."""
-    return overlap.plan(self._overlap, self.method, self._workers, jax.tree.leaves(batches)[0].shape[1])
+    return overlap_forms.plan(self._overlap, self.method, self._workers, jax.tree.leaves(batches)[0].shape[1])
 
   def lower(self, state: State, batches: PyTree, measured: bool = True) -> jax.stages.Lowered:
     """The jax Lowered of the round that `state.round` (0 when abstract) would run; arrays or ShapeDtypeStructs.
 
-    Places nothing on a device, so it also serves meshes of devices that are not there.
+    Places nothing on a device, so it also serves meshes of devices that are not there. Compile it with
+    `compiler_options=round_fn.plan(batches).options` to get what a round runs; the host form is lowered as one program.
     """
     self._check(state.params, batches)
     r = 0 if isinstance(state.round, jax.ShapeDtypeStruct) else int(state.round)
@@ -493,7 +495,7 @@ def mean_params(state: State) -> PyTree:
 def _refuse_consumed(state: State) -> None:
   if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state[:3])):
     raise ValueError("This state was consumed by an earlier round (its buffers are donated); use the state that "
-                     "round_fn returned.")
+                     "round_fn returned, or restore a checkpoint if that round failed.")
 
 
 def _consensus(w: PyTree, z: PyTree) -> dict[str, jax.Array]:

@@ -47,6 +47,10 @@ class Workers:
     self.placement = Placement(self.count, devices)
     slices = self.slices
     if 1 < len(set(slices)) < len(slices):
+      count = len(set(slices))
+      if sorted(slices) != slices or any(slices.count(s) * count != len(slices) for s in slices):
+        raise ValueError(f"The positions of the mesh axis {WORKER_AXIS!r} lie in slices {slices}; each slice needs equally "
+                         "many, one after the other (fgd_jax.sharding.make_mesh lays them out so).")
       self.placement = self.placement._replace(slices=tuple(slices))
 
   def __repr__(self) -> str:
@@ -75,7 +79,7 @@ class Workers:
     if self.mesh is None:
       return [0]
     by_position = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(WORKER_AXIS), 0)
-    return [getattr(d, "slice_index", 0) for d in by_position.reshape(self.placement.devices, -1)[:, 0]]
+    return [slice_of(d) for d in by_position.reshape(self.placement.devices, -1)[:, 0]]
 
   def stacked(self, spec: PartitionSpec = PartitionSpec()) -> jax.sharding.Sharding:
     """Sharding of an array [M, ...] whose remaining axes follow `spec`."""
@@ -132,6 +136,11 @@ class Workers:
     if how == "map":
       return jax.lax.map(lambda args: f(*args), stacks)
     return jax.vmap(f, axis_name=SLOT_AXIS)(*stacks)
+
+
+def slice_of(device: Any) -> int:
+  """The TPU slice of a device; all others count as one slice."""
+  return int(getattr(device, "slice_index", 0) or 0) if device.platform == "tpu" else 0
 
 
 def _default_device() -> jax.Device:

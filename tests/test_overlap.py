@@ -221,9 +221,10 @@ def test_form_by_hardware():
   v5e, v5p = "TPU v5 lite", "TPU v5"
   assert plan_on(v5p)[:3] == ("packed", sparse, "")
   assert plan_on("TPU v6 lite", fsdp=2)[:3] == ("packed", sparse, "")
-  assert plan_on(v5p, "LocalM1M2")[:3] == ("packed", {}, "")
+  many = {"xla_max_concurrent_async_collective_permutes": "1000"}
+  assert plan_on(v5p, "LocalM1M2")[:3] == ("barrier", many, "")
   assert plan_on(v5e)[:3] == ("ring", {}, "")
-  assert plan_on(v5e, "LocalM1M2")[:3] == ("packed", {}, "")
+  assert plan_on(v5e, "LocalM1M2")[:3] == plan_on(v5e, "LocalM1M2", slices=2)[:3] == ("barrier", many, "")
   assert plan_on(v5e, slices=4)[:3] == ("packed", {}, "")
   assert plan_on(v5e, slices=2)[:3] == plan_on(v5p, slices=2)[:3] == ("ring", {}, "")
   assert plan_on("TPU7x")[:3] == ("packed", sparse, "")
@@ -256,3 +257,28 @@ def test_impossible_forms_are_refused(kwargs, words):
   with pytest.raises(ValueError) as e:
     plan_on(**kwargs)
   assert all(word in str(e.value) for word in words), str(e.value)
+
+
+def test_momentum_that_travels_with_sharded_parameters_is_sharded():
+  """mix_outer_state: the packed buffer holds a device's shards of both, 2 x (4 x 8 / 2 + 8 x 2 / 2 + bias) float64."""
+  with jax.enable_x64(True):
+    _, round_fn = fgd.build_round(
+        method_of("GlobalM1"), loss_fn, optax.sgd(0.1), workers=fgd.Workers(2, mesh_of(2, 2)), overlap="packed",
+        param_sharding=[("a/kernel", PartitionSpec(None, "fsdp")), ("b/kernel", PartitionSpec("fsdp"))])
+    shape = lambda *s: jax.ShapeDtypeStruct((2, H, 4, *s), np.float64)
+    state = round_fn.abstract_state(jax.tree.map(jnp.asarray, params_of()))
+    text = round_fn.lower(state, {"x": shape(4), "y": shape(2)}).compile().as_text()
+  assert re.search(rf"f64\[{2 * (16 + 8 + 8)}\][^\n]* all-reduce\(", text), re.findall(r"\S+ all-reduce\(", text)
+
+
+@pytest.mark.parametrize("slices", [(0, 0, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0)])
+def test_slices_in_disorder_are_refused(slices, monkeypatch):
+  monkeypatch.setattr(fgd.Workers, "slices", property(lambda self: list(slices)))
+  with pytest.raises(ValueError, match="each slice needs equally many"):
+    fgd.Workers(4, mesh_of(4))
+
+
+def test_forms_that_cannot_be_are_refused_before_any_state():
+  for method, form, word in (("GlobalM1", "typo", "typo"), ("LocalM1M2", "ring", "mean"), ("data_parallel", "host", "host")):
+    with pytest.raises(ValueError, match=word):
+      fgd.build_round(fgd.methods.make(method), loss_fn, optax.sgd(0.1), workers=fgd.Workers(4, mesh_of(4)), overlap=form)

@@ -30,7 +30,7 @@ from fgd_jax.aot.hlo import Devices
 from fgd_jax.aot.schedule import BLOCKING, EXPOSED, IN_SCAN, OVERLAPPED, Collective, Schedule
 from fgd_jax.aot.targets import TargetError
 from fgd_jax.methods import Method
-from fgd_jax.workers import Workers
+from fgd_jax.workers import Workers, slice_of
 
 __all__ = ["AotError", "Collective", "Report", "Schedule", "TargetError", "compile_round", "inner_scope", "read_round"]
 
@@ -150,7 +150,7 @@ def read_round(text: str, workers: Workers, method: Method, inner_steps: int) ->
   axis = workers.mesh.axis_names.index("worker")
   shape = workers.mesh.devices.shape
   devices = Devices.of([index[axis] for index in itertools.product(*map(range, shape))],
-                       [getattr(d, "slice_index", 0) or 0 for d in workers.devices], [d.id for d in workers.devices])
+                       [slice_of(d) for d in workers.devices], [d.id for d in workers.devices])
   return schedule.read(text, devices, inner_steps, inner_scope(method))
 
 

@@ -73,7 +73,7 @@ def parse_flags(argv: list[str]) -> list[str]:
     lines = [line.strip() for line in str(e).replace("\\n", "\n").splitlines() if line.strip()]
     traced = any("Traceback (most recent call last)" in line for line in lines)  # an error inside the config file
     message = lines[-1] if traced else " ".join(lines)
-    if isinstance(e, KeyError):
+    if isinstance(e, (KeyError, AttributeError)):
       message = f"unknown config key {message.strip(chr(34))}."
     print(f"Cannot start: {message[:500]} (usage: python -m fgd_jax.aot --config=FILE[:key=value,...] "
           f"--topology=NAME [--slices=N] [--json]; topologies: {targets.EXAMPLES})", file=sys.stderr)

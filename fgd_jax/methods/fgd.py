@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fgd_jax.methods.base import Method, outer_gradient, outer_optimizer, outer_step, topology_name
-from fgd_jax.mixing import Subset
+from fgd_jax.mixing import Subset, path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +80,11 @@ class FactoredGossip(Method):
     return outer_step(self.optimizer, delta, ms, start=z if x is None else x)
 
 
-def _floats(tree: Any) -> list[jax.Array]:
-  return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+def _floats(tree: Any) -> dict[str, jax.Array]:
+  """Floating-point leaves by path, so that they are still known to lie as their parameters do."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {path_of(path): x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
-def _with_floats(tree: Any, floats: list[jax.Array]) -> Any:
-  rest = iter(floats)
-  return jax.tree.map(lambda leaf: next(rest) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
+def _with_floats(tree: Any, floats: dict[str, jax.Array]) -> Any:
+  return jax.tree_util.tree_map_with_path(lambda path, leaf: floats.get(path_of(path), leaf), tree)

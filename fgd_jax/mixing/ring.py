@@ -4,7 +4,7 @@ The buffer is cut in D chunks for the D positions of the mesh axis `worker`. In 
 (position - s) mod D to its right neighbour and takes the one before it from its left: D - 1 hops that add (reduce-scatter),
 then D - 1 that copy (all-gather). All positions end with the same sums, bit for bit, having sent 2 (D-1)/D of the buffer.
 Where there are more inner steps than hops, the buffer is cut in segments that go round one after the other, so that every
-step carries an equally small hop.
+step carries an equally small hop; the steps that are left over, fewer than one time round, carry idle hops of the same size.
 """
 
 from __future__ import annotations
