@@ -96,8 +96,10 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
       return Plan("ring", {}, ring=ring)
     return Plan("packed", options, f"Mix1 blocks, wholly or in part: {blocked}, and its ring form is not possible "
                 f"({obstacle['ring']}); a permutation (method.mix1='random_pairs') would overlap.")
-  # A mean is packed because small leaves are not offloaded; permutations need no second copy of the parameters to send.
-  return Plan("packed" if mean or platform == "gpu" else "barrier", options)
+  # A mean is packed because small leaves are not offloaded, several messages so that programs do not grow with their number;
+  # one permutation needs no second copy of the parameters to send.
+  one_message = max(len(p.terms) for p in mix1.topology.bank) == 1
+  return Plan("barrier" if one_message and not mean and platform == "tpu" else "packed", options)
 
 
 def _psum_obstacle(kind: str, workers: Workers) -> str:

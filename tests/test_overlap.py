@@ -225,6 +225,7 @@ def test_form_by_hardware():
   assert plan_on(v5p, "LocalM1M2")[:3] == ("barrier", many, "")
   assert plan_on(v5e)[:3] == ("ring", {}, "")
   assert plan_on(v5e, "LocalM1M2")[:3] == plan_on(v5e, "LocalM1M2", slices=2)[:3] == ("barrier", many, "")
+  assert plan_on(v5p, "fgd", mix1="hypercube", mix2="identity")[:3] == ("packed", many, "")
   assert plan_on(v5e, slices=4)[:3] == ("packed", {}, "")
   assert plan_on(v5e, slices=2)[:3] == plan_on(v5p, slices=2)[:3] == ("ring", {}, "")
   assert plan_on("TPU7x")[:3] == ("packed", sparse, "")
