@@ -9,7 +9,8 @@ so that a Mix1 that is a mean takes the ring form (H >= M - 1) for every M. Rati
 
 `executables` is how many such programs a run compiles before its first round: one for each permutation of Mix1, log2 M for
 the one-peer and striped hypercube, M - 1 for random_pairs. Mix2 is a switch inside the program with one branch for each
-permutation; that of random_pairs has M - 1, so its program grows with M, and it is skipped above --pairs-up-to.
+permutation, which holds nothing but a transfer of one buffer (of each leaf, where workers are sharded); that of random_pairs
+has M - 1, so its program grows with M, most of all its code. --pairs-up-to leaves its largest cases out.
 Seconds are wall time on this machine: run nothing beside it, or let --repeats take the fastest of several.
 """
 
@@ -52,7 +53,7 @@ def main() -> None:
   parser.add_argument("--only", default="", help="rows whose 'Mix1 x Mix2' contains this word")
   parser.add_argument("--form", default="auto", help="form of overlap, as overlap.form")
   parser.add_argument("--repeats", type=int, default=1, help="compilations of a case, of which the fastest counts")
-  parser.add_argument("--pairs-up-to", type=int, default=64, help="largest M for Mix2 = random_pairs")
+  parser.add_argument("--pairs-up-to", type=int, default=256, help="largest M for Mix2 = random_pairs")
   args = parser.parse_args()
   counts = [int(n) for n in args.workers.split(",")]
   if unknown := [n for n in counts if n not in SLICES]:

@@ -26,6 +26,9 @@ _SPARSE_CORE: dict[str, str | bool] = {"xla_tpu_enable_sparse_core_collective_of
 _SPARSE_CORE_KINDS = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
 _UNSHARDED_ONLY = ("TPU7x",)
 
+# On v5e the hops of a ring over 16 positions run beside the inner step, over 64 they do not (cause open).
+_RING_SEEN = 64
+
 # Permutations of many leaves are in flight together, instead of five.
 _MANY_PERMUTES: dict[str, str | bool] = {"xla_max_concurrent_async_collective_permutes": "1000"}
 
@@ -93,7 +96,10 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
     return Plan("host" if several and not obstacle["host"] else "barrier", {})
   if mean and platform == "tpu" and (blocked := _psum_obstacle(kind, workers)):
     if ring is not None:
-      return Plan("ring", {}, ring=ring)
+      warning = ("" if ring.positions < _RING_SEEN else
+                 f"Mix1 may block: in a ring of {ring.positions} positions the hops were seen to run before the inner step; "
+                 "python -m fgd_jax.aot shows it.")
+      return Plan("ring", {}, warning, ring)
     return Plan("packed", options, f"Mix1 blocks, wholly or in part: {blocked}, and its ring form is not possible "
                 f"({obstacle['ring']}); a permutation (method.mix1='random_pairs') would overlap.")
   # A mean is packed because small leaves are not offloaded, several messages so that programs do not grow with their number;

@@ -16,6 +16,9 @@ from jax.sharding import PartitionSpec
 
 PyTree = Any
 
+# A TPU lays out the last two axes in such tiles; what is cut along them is moved without a second copy.
+TILE = (8, 128)
+
 
 class Packing(NamedTuple):
   """Which leaves are packed, and how they lie on the devices of a worker.
@@ -39,18 +42,23 @@ class Packing(NamedTuple):
     return list(shared.values())
 
   def pack(self, leaves: Sequence[tuple[str, jax.Array]], lead: int, pieces: tuple[int, ...] = ()) -> jax.Array:
-    """Leaves [lead..., *shape] of one dtype -> [lead..., *pieces, n], zero-padded, the last axis divided over `axes`."""
+    """Leaves [lead..., *shape] of one dtype -> [lead..., n]; with pieces [lead..., *pieces, rows, 128], zero-padded.
+
+    The axis of n or rows is divided over `axes`.
+    """
     def local(*shards):
       flat = jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in shards], axis=-1)
-      padding = -flat.shape[-1] % math.prod(pieces)
+      if not pieces:
+        return flat
+      padding = -flat.shape[-1] % (math.prod(pieces) * math.prod(TILE))
       flat = jnp.pad(flat, [(0, 0)] * lead + [(0, padding)]) if padding else flat
-      return flat.reshape(*flat.shape[:lead], *pieces, -1)
+      return flat.reshape(*flat.shape[:lead], *pieces, -1, TILE[-1])
 
     specs = [self._spec(path, lead) for path, _ in leaves]
     return self._inside(local, specs, self._buffer(lead + len(pieces)))(*[x for _, x in leaves])
 
   def unpack(self, buffer: jax.Array, like: Sequence[tuple[str, Any]], lead: int) -> list[jax.Array]:
-    """[lead..., *pieces, n] -> leaves [lead..., *shape], for `like` = (path, stack [K, *shape])."""
+    """What `pack` made -> leaves [lead..., *shape], for `like` = (path, stack [K, *shape])."""
     shapes = [self._local(path, x.shape[1:]) for path, x in like]
 
     def local(flat):
@@ -63,7 +71,7 @@ class Packing(NamedTuple):
       return leaves
 
     specs = [self._spec(path, lead) for path, _ in like]
-    return self._inside(local, [self._buffer(buffer.ndim - 1)], specs)(buffer)
+    return self._inside(local, [self._buffer(lead if buffer.ndim == lead + 1 else buffer.ndim - 2)], specs)(buffer)
 
   def _spec(self, path: str, lead: int) -> PartitionSpec:
     """The leaf's spec on the axes that divide it, behind `lead` free axes."""

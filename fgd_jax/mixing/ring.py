@@ -43,7 +43,7 @@ class Ring(NamedTuple):
     return self.segments, self.positions
 
   def during(self, buffers: list[jax.Array], h: Any) -> list[jax.Array]:
-    """The hops of inner step h on buffers [segments, D, n]; after the last step each holds the sums over positions."""
+    """The hops of inner step h on buffers [segments, D, rows, 128]; after the last each holds the sums over positions."""
     for i in range(self.hops_per_step):
       buffers = [self._hop(b, h * self.hops_per_step + i) for b in buffers]
     return buffers
@@ -55,8 +55,8 @@ class Ring(NamedTuple):
     segment = jnp.minimum(segment, self.segments - 1)
     send = (lax.axis_index(WORKER_AXIS) - s) % D
     take, zero = (send - 1) % D, jnp.zeros((), send.dtype)
-    chunk = lambda at: lax.dynamic_slice(buffer, (segment, at, zero), (1, 1, buffer.shape[2]))
+    chunk = lambda at: lax.dynamic_slice(buffer, (segment, at, zero, zero), (1, 1, *buffer.shape[2:]))
     received = lax.ppermute(chunk(send), WORKER_AXIS, [(i, (i + 1) % D) for i in range(D)])
     own = chunk(take)
     new = jnp.where(active, jnp.where(s < D - 1, own + received, received), own)
-    return lax.dynamic_update_slice(buffer, new, (segment, take, zero))
+    return lax.dynamic_update_slice(buffer, new, (segment, take, zero, zero))
