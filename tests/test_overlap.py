@@ -34,7 +34,8 @@ METHODS = {
 
 
 def mesh_of(worker, fsdp=1):
-  return jax.make_mesh((worker, fsdp), ("worker", "fsdp"), devices=jax.devices()[:worker * fsdp])
+  return jax.make_mesh((worker, fsdp), ("worker", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+                       devices=jax.devices()[:worker * fsdp])
 
 
 def method_of(name):
