@@ -32,8 +32,9 @@ _RING_SEEN = 64
 # Permutations of many leaves are in flight together, instead of five.
 _MANY_PERMUTES: dict[str, str | bool] = {"xla_max_concurrent_async_collective_permutes": "1000"}
 
-# On GPU no collective runs beside a loop that has collectives of its own (a worker's fsdp), unless several may be in flight.
-_PARALLEL_COLLECTIVES: dict[str, str | bool] = {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"}
+# On GPU several buffers (stripes), or one beside a loop that has collectives of its own (a worker's fsdp), overlap only where
+# several collectives may be in flight.
+_PARALLEL_COLLECTIVES: dict[str, str | bool] = {"xla_gpu_experimental_parallel_collective_overlap_limit": "16"}
 
 
 class Plan(NamedTuple):
@@ -86,7 +87,7 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
     options = dict(_MANY_PERMUTES)
   elif platform == "tpu" and kind in _SPARSE_CORE_KINDS:
     options = dict(_SPARSE_CORE)
-  elif platform == "gpu" and workers.inner_axes:
+  elif platform == "gpu":
     options = dict(_PARALLEL_COLLECTIVES)
   ring = None if obstacle["ring"] else Ring(workers.placement.devices, steps)
   if form != "auto":
