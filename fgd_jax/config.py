@@ -6,11 +6,13 @@ import difflib
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
+from absl import flags
 from ml_collections import ConfigDict
 
 from fgd_jax import methods, overlap, sharding
@@ -267,3 +269,19 @@ def make_workers(config: ConfigDict, devices: Sequence[Any] | None = None) -> Wo
   except ValueError as e:
     raise ValueError(f"mesh: {e}") from e
   return Workers(config.workers, mesh)
+
+
+def parse_flags(argv: list[str], usage: str) -> list[str]:
+  """absl's parser for a command, with one sentence where a config cannot be loaded or a key does not exist."""
+  try:
+    return flags.FLAGS(argv)
+  except Exception as e:  # a config file may raise anything
+    if os.environ.get("FGD_JAX_TRACEBACK"):
+      raise
+    lines = [line.strip() for line in str(e).replace("\\n", "\n").splitlines() if line.strip()]
+    traced = any("Traceback (most recent call last)" in line for line in lines)  # an error inside the config file
+    message = lines[-1] if traced else " ".join(lines)
+    if isinstance(e, (AttributeError, KeyError)) and " " not in message:
+      message = f"unknown config key {message.strip(chr(34) + chr(39))!r}; all keys stand in configs/default.py"
+    print(f"Cannot start: {message[:500]} (usage: {usage})", file=sys.stderr)
+    raise SystemExit(2) from e

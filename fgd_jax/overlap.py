@@ -32,8 +32,8 @@ _RING_SEEN = 64
 # Permutations of many leaves are in flight together, instead of five.
 _MANY_PERMUTES: dict[str, str | bool] = {"xla_max_concurrent_async_collective_permutes": "1000"}
 
-# On GPU several buffers (stripes), or one beside a loop that has collectives of its own (a worker's fsdp), overlap only where
-# several collectives may be in flight.
+# On GPU several buffers (stripes), or one beside a loop that has collectives of its own (a worker's fsdp), overlap only
+# where several collectives may be in flight.
 _PARALLEL_COLLECTIVES: dict[str, str | bool] = {"xla_gpu_experimental_parallel_collective_overlap_limit": "16"}
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -395,21 +395,6 @@ def main(argv: list[str]) -> None:
     raise SystemExit(130) from e
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-  """absl's parser, with one sentence where a config cannot be loaded or a key does not exist."""
-  try:
-    return flags.FLAGS(argv)
-  except Exception as e:  # a config file may raise anything
-    if os.environ.get("FGD_JAX_TRACEBACK"):
-      raise
-    lines = [line.strip() for line in str(e).replace("\\n", "\n").splitlines() if line.strip()]
-    traced = any("Traceback (most recent call last)" in line for line in lines)  # an error inside the config file
-    message = lines[-1] if traced else " ".join(lines)
-    print(f"Cannot start: {message[:500]} (usage: python -m fgd_jax.train --config=FILE[:key=value,...] --workdir=DIR; "
-          "keys: configs/default.py)", file=sys.stderr)
-    raise SystemExit(2) from e
-
-
 if __name__ == "__main__":
   config_flags.DEFINE_config_file("config", help_string=(
       "Config file with optional settings, e.g. configs/quickstart.py:workers=8,method=LocalM1M2 (required). Every key of "
@@ -417,4 +402,6 @@ if __name__ == "__main__":
           [*fgd.methods.METHODS, *fgd.methods.PRESETS]) + "."))
   flags.DEFINE_string("workdir", None, "Folder of the run (required); the same command resumes it.")
   flags.mark_flag_as_required("config")
-  app.run(main, flags_parser=parse_flags)
+  app.run(main, flags_parser=functools.partial(
+      configs.parse_flags,
+      usage="python -m fgd_jax.train --config=FILE[:key=value,...] --workdir=DIR; keys: configs/default.py"))

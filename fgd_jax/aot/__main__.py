@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from fgd_jax import aot, methods
+from fgd_jax import config as configs
 from fgd_jax.aot import table, targets
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, (
@@ -63,27 +65,12 @@ def main(argv: list[str]) -> None:
   print(json.dumps(report.as_dict()) if _JSON.value else table.describe(report))
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-  """absl's parser, with one sentence where a config cannot be loaded or a key does not exist."""
-  try:
-    return flags.FLAGS(argv)
-  except Exception as e:  # a config file may raise anything
-    if os.environ.get("FGD_JAX_TRACEBACK"):
-      raise
-    lines = [line.strip() for line in str(e).replace("\\n", "\n").splitlines() if line.strip()]
-    traced = any("Traceback (most recent call last)" in line for line in lines)  # an error inside the config file
-    message = lines[-1] if traced else " ".join(lines)
-    if isinstance(e, (KeyError, AttributeError)):
-      message = f"unknown config key {message.strip(chr(34))}."
-    print(f"Cannot start: {message[:500]} (usage: python -m fgd_jax.aot --config=FILE[:key=value,...] "
-          f"--topology=NAME [--slices=N] [--json]; topologies: {targets.EXAMPLES})", file=sys.stderr)
-    raise SystemExit(2) from e
-
-
 if __name__ == "__main__":
   config_flags.DEFINE_config_file("config", help_string=(
       "Config file with optional settings, e.g. configs/llama_1p5b.py:workers=8,method=LocalM1M2 (required). Every key of "
       "configs/default.py can also be set by --config.KEY=VALUE. Methods: " + ", ".join(
           [*methods.METHODS, *methods.PRESETS]) + "."))
   flags.mark_flags_as_required(["config", "topology"])
-  app.run(main, flags_parser=parse_flags)
+  app.run(main, flags_parser=functools.partial(configs.parse_flags, usage=(
+      "python -m fgd_jax.aot --config=FILE[:key=value,...] --topology=NAME [--slices=N] [--json]; topologies: "
+      f"{targets.EXAMPLES}")))
