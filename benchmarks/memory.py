@@ -30,6 +30,7 @@ import jax
 from fgd_jax import aot, models, sharding
 from fgd_jax import config as configs
 from fgd_jax.mixing import path_of
+from fgd_jax.mixing.pack import local_shape
 
 SMALL = ("workers=4,mesh.fsdp=2,inner_steps=16,batch_size=2,seq_len=256,model.vocab_size=8192,model.dim=1024,model.layers=8,"
          "model.heads=16,model.kv_heads=8,model.ffn_dim=2816")
@@ -74,8 +75,7 @@ def shard_bytes(config) -> int:
   params = jax.eval_shape(model.init, jax.random.key(0))
   specs, total = sharding.param_specs(params, sharding.LLAMA_RULES), 0
   for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-    names = [n for entry in specs[path_of(path)] for n in ((entry,) if isinstance(entry, str) else entry or ())]
-    total += math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod({"fsdp": config.mesh.fsdp}.get(n, 1) for n in names)
+    total += math.prod(local_shape(leaf.shape, specs[path_of(path)], {"fsdp": config.mesh.fsdp})) * leaf.dtype.itemsize
   return total
 
 

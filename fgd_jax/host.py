@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+PyTree = Any
+
 
 @functools.cache
 def _communication() -> ThreadPoolExecutor:
@@ -50,3 +52,25 @@ class HostRound:
     out = jax.block_until_ready(run(*args))
     self.timeline[event] = time.monotonic()
     return out
+
+
+def compile_stages(start: Callable | None, inner: Callable, land: Callable, z: PyTree, inner_opt_state: PyTree, ms: PyTree,
+                   batches: PyTree, scalars: PyTree) -> HostRound:
+  """Compiles the three stages (functions as in `HostRound`) for arguments of these ShapeDtypeStructs with shardings.
+
+  The inner optimizer's state is donated to `inner`, z and the method's state to `land`.
+  """
+  begin = None if start is None else jax.jit(start).lower(z, ms, scalars).compile()
+  between = jax.jit(inner, donate_argnums=1, out_shardings=(*shardings((z, inner_opt_state)), None, None)).lower(
+      z, inner_opt_state, batches, scalars).compile()
+  raw = None if start is None or begin is None else jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(start, z, ms, scalars),
+      begin.output_shardings)
+  end = jax.jit(land, donate_argnums=(0, 2), out_shardings=(*shardings((z, ms)), None)).lower(
+      z, z, ms, raw, scalars).compile()
+  return HostRound(begin, between, end)
+
+
+def shardings(tree: PyTree) -> PyTree:
+  """The sharding of every leaf."""
+  return jax.tree.map(lambda x: x.sharding, tree)

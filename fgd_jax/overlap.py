@@ -11,7 +11,6 @@ come from there.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from fgd_jax.methods import Method
@@ -53,9 +52,9 @@ class Plan(NamedTuple):
   ring: Ring | None = None
 
   @property
-  def pack_below(self) -> float:
-    """Leaves of fewer bytes on a device share a buffer."""
-    return math.inf if self.form in ("packed", "ring") else 0
+  def packed(self) -> bool:
+    """Whether leaves share buffers."""
+    return self.form in ("packed", "ring")
 
 
 def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
@@ -98,7 +97,7 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
   if mean and platform == "tpu" and (blocked := _psum_obstacle(kind, workers)):
     if ring is not None:
       warning = ("" if ring.positions < _RING_SEEN else
-                 f"Mix1 may block: in a ring of {ring.positions} positions the hops were seen to run before the inner step; "
+                 f"Mix1 may block: in a ring of {ring.positions} positions the hops were seen to be synchronous; "
                  "python -m fgd_jax.aot shows it.")
       return Plan("ring", {}, warning, ring)
     return Plan("packed", options, f"Mix1 blocks, wholly or in part: {blocked}, and its ring form is not possible "

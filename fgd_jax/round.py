@@ -25,9 +25,10 @@ from absl import logging
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from fgd_jax import host
 from fgd_jax import measure as measures
 from fgd_jax import overlap as overlap_forms
-from fgd_jax.host import HostRound
+from fgd_jax.inner import gradient
 from fgd_jax.methods import Method
 from fgd_jax.mixing import Context, path_of
 from fgd_jax.mixing.pack import Packing
@@ -275,7 +276,7 @@ class Round:
       return new_z, inner_opt_state, new_ms, metrics | self._measures(w, new_z, measured)
 
     z, opt, ms, data, scalars = self._shapes(state, batches)
-    return jax.jit(run, out_shardings=(*_shardings((z, opt, ms)), None), donate_argnums=(0, 1, 2)).lower(
+    return jax.jit(run, out_shardings=(*host.shardings((z, opt, ms)), None), donate_argnums=(0, 1, 2)).lower(
         z, opt, ms, data, scalars)
 
   def _compiled(self, state, batches, measured: bool, permutation: int | None) -> Callable:
@@ -283,31 +284,22 @@ class Round:
     plan = self.plan(batches)
     if plan.form != "host":
       return self._lower(state, batches, measured, permutation).compile(compiler_options=plan.options or None)
-    ids = jnp.arange(self._workers.count, dtype=jnp.int32)
-    spmd = self._workers.spmd
-    z, opt, ms, data, scalars = self._shapes(state, batches)
+    spmd, ids = self._workers.spmd, lambda: jnp.arange(self._workers.count, dtype=jnp.int32)
 
     def start(z, ms, scalars):
       body = lambda z, ms, ids, scalars: _stacked(self._start(z, ms, ids, scalars, plan, permutation))
-      return spmd(body, stacks=3)(z, ms, ids, scalars)
+      return spmd(body, stacks=3)(z, ms, ids(), scalars)
 
     def inner(z, opt, batches, scalars):
       body = lambda *local: self._inner_phases(*local, None, self._context(local[-1], local[-2], permutation))[:4]
-      return spmd(body, stacks=4)(z, opt, batches, ids, scalars)
+      return spmd(body, stacks=4)(z, opt, batches, ids(), scalars)
 
     def land(z, w, ms, raw, scalars):
       body = lambda z, w, ms, raw, ids, scalars: self._land(z, w, ms, _unstacked(raw), ids, scalars, plan, permutation)
-      new_z, new_ms = spmd(body, stacks=5)(z, w, ms, raw, ids, scalars)
+      new_z, new_ms = spmd(body, stacks=5)(z, w, ms, raw, ids(), scalars)
       return new_z, new_ms, self._measures(w, new_z, measured)
 
-    begin = None if self.method.overlapped is None else jax.jit(start).lower(z, ms, scalars).compile()
-    between = jax.jit(inner, donate_argnums=1, out_shardings=(*_shardings((z, opt)), None, None)).lower(
-        z, opt, data, scalars).compile()
-    raw = None if begin is None else jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                                                  jax.eval_shape(start, z, ms, scalars), begin.output_shardings)
-    end = jax.jit(land, donate_argnums=(0, 2), out_shardings=(*_shardings((z, ms)), None)).lower(
-        z, z, ms, raw, scalars).compile()
-    return HostRound(begin, between, end)
+    return host.compile_stages(None if self.method.overlapped is None else start, inner, land, *self._shapes(state, batches))
 
   def _shapes(self, state, batches) -> tuple[Any, ...]:
     """ShapeDtypeStructs with shardings of a program's arguments: z, inner_opt_state, ms, batches, scalars."""
@@ -369,7 +361,7 @@ class Round:
       w, opt_state, riding = carry
       h, batch = xs
       rng = jax.random.fold_in(key, ctx.round * steps + h)
-      loss, aux, grads = self._gradient(w, batch, rng)
+      loss, aux, grads = gradient(self._loss_fn, w, batch, rng, self._accumulate)
       if method.inner_grad is not None:
         grads = method.inner_grad(grads, ctx)
       updates, opt_state = self._inner.update(grads, opt_state, w)
@@ -381,33 +373,6 @@ class Round:
       (w, opt_state, riding), (loss, aux) = lax.scan(step, (w, opt_state, riding),
                                                      (jnp.arange(steps, dtype=jnp.int32), batches_Hx))
     return w, opt_state, loss, aux, riding
-
-  def _gradient(self, w, batch, rng):
-    """Loss, aux and gradient on one batch; with accumulation the mean over its micro-batches."""
-    def loss_and_aux(w, batch, rng):
-      out = self._loss_fn(w, batch, rng)
-      loss, aux = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
-      if not isinstance(loss, jax.Array) or loss.shape:
-        shape = f"an array of shape {loss.shape}" if isinstance(loss, jax.Array) else repr(type(loss).__name__)
-        raise ValueError(f"loss_fn returned {shape}; it must return a scalar or (scalar, aux).")
-      return loss, aux
-
-    gradient = jax.value_and_grad(loss_and_aux, has_aux=True)
-    if self._accumulate == 1:
-      (loss, aux), grads = gradient(w, batch, rng)
-      return loss, aux, grads
-    parts = self._accumulate
-    micro = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
-    one = lambda i: gradient(w, jax.tree.map(lambda x: x[i], micro), jax.random.fold_in(rng, i))
-    shapes = jax.eval_shape(one, jnp.int32(0))
-
-    def add(total, i):
-      return jax.tree.map(jnp.add, total, one(i)), None
-
-    total, _ = lax.scan(add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-                        jnp.arange(parts, dtype=jnp.int32))
-    (loss, aux), grads = jax.tree.map(lambda x: x / parts, total)
-    return loss, aux, grads
 
   def _bring(self, state: State) -> State:
     """The state where the executables expect it; what lies on other devices is copied there."""
@@ -430,12 +395,12 @@ class Round:
   def _mix1_context(self, sent, z, ids, scalars, plan, permutation) -> Context:
     """The context of Mix1's start and finish: with the form in which it travels."""
     ctx = self._context(scalars, ids, permutation)
-    if not plan.pack_below:
+    if not plan.packed:
       return ctx
     one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
     specs = like_params(one(sent), one(z), param_specs(one(z), self._param_rules))
     leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
-    packing = Packing(self._workers.inner_axes, {path_of(path): spec for path, spec in leaves}, plan.pack_below)
+    packing = Packing(self._workers.inner_axes, {path_of(path): spec for path, spec in leaves})
     return ctx._replace(packing=packing, ring=plan.ring)
 
   def _permutation(self, r: int) -> int | None:
@@ -466,10 +431,6 @@ class Round:
       if x.shape[:1] != (self._workers.count,):
         raise ValueError(f"state.params/{path_of(path)} has shape {tuple(x.shape)} for {self._workers.count} workers; make "
                          "the state with the init that build_round returned together with this round.")
-
-
-def _shardings(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def _stacked(tree: PyTree) -> PyTree:

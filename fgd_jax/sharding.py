@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from fgd_jax.mixing import path_of
 from fgd_jax.mixing.exchange import WORKER_AXIS
+from fgd_jax.workers import slice_of
 
 PyTree = Any
 Rules = Sequence[tuple[str, PartitionSpec]]
@@ -55,8 +56,8 @@ def slices(devices: Sequence[Any]) -> list[list[Any]]:
   if not devices or devices[0].platform != "tpu":
     return [devices]
   by_slice: dict[int, list[Any]] = {}
-  for d in sorted(devices, key=lambda d: (getattr(d, "slice_index", 0), d.id)):
-    by_slice.setdefault(getattr(d, "slice_index", 0), []).append(d)
+  for d in sorted(devices, key=lambda d: (slice_of(d), d.id)):
+    by_slice.setdefault(slice_of(d), []).append(d)
   return list(by_slice.values())
 
 
@@ -98,7 +99,7 @@ def _layout(devices: list[Any], shape: tuple[int, int, int]) -> np.ndarray:
     for split in (False, True):  # without splitting a physical axis where that is possible: its rings are whole
       try:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
-      except (AssertionError, NotImplementedError, ValueError, AttributeError):  # a shape or chip it knows no layout for
+      except (AssertionError, NotImplementedError, ValueError):  # a shape or chip it knows no layout for
         continue
   plain = np.empty(math.prod(shape), object)
   plain[:] = devices[:plain.size]

@@ -170,7 +170,7 @@ def report_overlap(executables: dict[Any, Any], workers: fgd.Workers, method: fg
                "%.1f MB blocking.", *megabytes)
   if megabytes[1]:
     logging.warning("Mix1 blocks: %.1f MB a round are not beside the inner steps. python -m fgd_jax.aot shows where; "
-                    "another overlap.form or method.mix1 may overlap (README, table of forms).", megabytes[1])
+                    "another overlap.form or method.mix1 may overlap (docs/overlap.md).", megabytes[1])
 
 
 class Profile:

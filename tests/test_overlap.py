@@ -171,12 +171,17 @@ def test_packing_returns_every_leaf_and_gathers_nothing():
   assert not re.search(r"all-(gather|to-all|reduce)|collective-permute", f.lower(tree).compile().as_text())
 
 
-def test_packing_groups_small_leaves_by_stripe_and_dtype():
-  shape = lambda *s, dtype=np.float32: jax.ShapeDtypeStruct((1, *s), dtype)
-  leaves = [("a", shape(10)), ("b", shape(1000)), ("c", shape(10)), ("d", shape(10, dtype=jnp.bfloat16)), ("e", shape(400))]
-  packing = Packing({"fsdp": 4}, {"e": PartitionSpec("fsdp")}, below=1000)
-  key = lambda path, x: (path == "c", str(x.dtype))
-  assert packing.groups(leaves, key) == [[0, 4], [1], [2], [3]]  # a device's shard of e is 400 bytes
+def test_buffers_hold_the_leaves_of_one_stripe_and_dtype():
+  mixer = fgd.mixing.make("striped_pairs", workers=4)
+  shape = lambda dtype: jax.ShapeDtypeStruct((1, 10), dtype)
+  leaves = [(f"layer_{i}", shape(np.float32)) for i in range(8)] + [("layer_0", shape(jnp.bfloat16))]
+  ctx = fgd.mixing.Context(fgd.mixing.Placement(4, 4), 0, None, None, {}, packing=Packing({}, {}))
+  groups = mixer._groups(leaves, ctx)
+  assert sorted(i for group in groups for i in group) == list(range(9)) and [8] in groups
+  for group in groups:
+    assert len({(mixer.stripe_of(leaves[i][0]), str(leaves[i][1].dtype)) for i in group}) == 1
+  assert len(groups) == 1 + len({mixer.stripe_of(path) for path, _ in leaves})
+  assert mixer._groups(leaves, ctx._replace(packing=None)) == [[i] for i in range(9)]
 
 
 def test_packed_form_sends_one_message_for_all_leaves():

@@ -196,7 +196,8 @@ def test_ids_outside_the_vocabulary_are_not_hidden():
 
 def chips(slices, each, platform="tpu"):
   """Stand-ins for devices of a few slices, in an order that is not theirs."""
-  all_of = [types.SimpleNamespace(id=100 * s + i, slice_index=s, platform=platform, device_kind="none", process_index=s)
+  all_of = [types.SimpleNamespace(id=100 * s + i, slice_index=s, platform=platform, device_kind="none", process_index=s,
+                                  coords=(i % 2, i // 2, 0), core_on_chip=0)
             for s in range(slices) for i in range(each)]
   return all_of[::-1]
 

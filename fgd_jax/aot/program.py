@@ -23,6 +23,8 @@ from fgd_jax import config as configs
 from fgd_jax.aot import targets
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import exchange, path_of
+from fgd_jax.mixing.pack import local_shape
+from fgd_jax.workers import slice_of
 
 BYTE_VOCABULARY = 256  # where model.vocab_size is None; data are not read
 
@@ -95,7 +97,7 @@ def _compile(request: dict[str, Any], folder: str) -> dict[str, Any]:
       "expected_mix1_bytes": expected_mix1_bytes(round_fn.method, request["round"], plan.form, params, workers.placement,
                                                  mesh, inside.get("param_sharding", ())),
       "device_worker": [int(index[axis]) for index in np.ndindex(mesh.devices.shape)],
-      "device_slice": [targets.slice_of(d, target) for d in mesh.devices.flat],
+      "device_slice": [slice_of(d) for d in mesh.devices.flat],
       "device_id": [int(d.id) for d in mesh.devices.flat],
       "jax": jax.__version__}
 
@@ -129,19 +131,10 @@ def expected_mix1_bytes(method: fgd.methods.Method, r: int, form: str, params: A
       messages = 1 if pattern.mean else sum(
           any(s != d for s, d in move.pairs) for _, source in pattern.terms
           for move in exchange.colour(tuple(int(s) for s in source), placement.devices))
-      total += messages * _shard(leaf, spec, mesh.shape)
+      total += messages * math.prod(local_shape(leaf.shape, spec, mesh.shape)) * leaf.dtype.itemsize
   except AttributeError:
     return None
   return total * 2 * (placement.devices - 1) / placement.devices if form == "ring" else total
-
-
-def _shard(leaf: Any, spec: Any, mesh_shape: Any) -> float:
-  """Bytes of one device's shard of a leaf."""
-  dims = list(leaf.shape)
-  for axis, names in enumerate(spec):
-    for name in (names,) if isinstance(names, str) else names or ():
-      dims[axis] = -(-dims[axis] // mesh_shape[name])
-  return math.prod(dims) * leaf.dtype.itemsize
 
 
 if __name__ == "__main__":

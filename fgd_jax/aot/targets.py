@@ -8,6 +8,8 @@ import importlib.util
 import re
 from typing import Any
 
+from fgd_jax.workers import slice_of
+
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 GPUS = {"h100": "h100.textproto"}  # XLA's GpuTargetConfig, approximate figures; a file of this package
 EXAMPLES = "v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x1, h100:8 or h100:2x8"
@@ -101,9 +103,4 @@ def devices(target: Target) -> list[Any]:
   except Exception as e:  # jaxlib raises several types
     raise TargetError(f"--topology={target.name} with --slices={target.slices} was refused by the compiler: "
                       f"{' '.join(str(e).split())[:300]}") from e
-  return sorted(found, key=lambda d: (slice_of(d, target), d.id))
-
-
-def slice_of(device: Any, target: Target) -> int:
-  """Number of the device's slice (GPUs: 0, hosts are one network here)."""
-  return int(getattr(device, "slice_index", 0) or 0) if target.platform == "tpu" else 0
+  return sorted(found, key=lambda d: (slice_of(d), d.id))

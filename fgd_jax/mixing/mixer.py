@@ -127,7 +127,7 @@ class Mixer:
 
   def during(self, raw: list[Any], h: Any, ctx: Context) -> list[Any]:
     """What inner step h carries of an exchange that `start` prepared: hops of the ring form, else nothing."""
-    if ctx.ring is None or not self.topology.bank[0].mean:
+    if ctx.ring is None:
       return raw
     with jax.named_scope(self.key):
       return ctx.ring.during(raw, h)
@@ -157,10 +157,11 @@ class Mixer:
     return jax.tree.unflatten(jax.tree.structure(stack), mixed)
 
   def _groups(self, leaves: list[tuple[str, Any]], ctx: Context) -> list[list[int]]:
-    """Indices of the leaves that travel in one buffer: of one stripe and dtype, as far as they are packed."""
-    if ctx.packing is None:
-      return [[i] for i in range(len(leaves))]
-    return ctx.packing.groups(leaves, lambda path, x: (self.stripe_of(path), str(x.dtype)))
+    """Indices of the leaves that travel in one buffer: where they are packed, those of one stripe and dtype."""
+    groups: dict[Any, list[int]] = {}
+    for i, (path, x) in enumerate(leaves):
+      groups.setdefault(i if ctx.packing is None else (self.stripe_of(path), str(x.dtype)), []).append(i)
+    return list(groups.values())
 
   def _unpacked(self, buffer: jax.Array, like: list[tuple[str, jax.Array]], pattern: Pattern, ctx: Context
                 ) -> list[jax.Array]:

@@ -21,25 +21,15 @@ TILE = (8, 128)
 
 
 class Packing(NamedTuple):
-  """Which leaves are packed, and how they lie on the devices of a worker.
+  """How leaves lie on the devices of a worker, which is all that packing needs to know.
 
   Attributes:
     axes: sizes of the mesh axes inside a worker, those above 1.
     specs: PartitionSpec of a leaf's own axes by path; a path that is not there is replicated.
-    below: leaves of fewer bytes on one device are packed, larger ones travel alone (inf: all are packed).
   """
 
   axes: Mapping[str, int]
   specs: Mapping[str, PartitionSpec]
-  below: float = math.inf
-
-  def groups(self, leaves: Sequence[tuple[str, Any]], key: Callable[[str, Any], Any]) -> list[list[int]]:
-    """Indices of the leaves (path, stack [K, ...]) that share a buffer: packed ones with equal `key`, others alone."""
-    shared: dict[Any, list[int]] = {}
-    for i, (path, x) in enumerate(leaves):
-      small = math.prod(self._local(path, x.shape[1:])) * x.dtype.itemsize < self.below
-      shared.setdefault(key(path, x) if small else i, []).append(i)
-    return list(shared.values())
 
   def pack(self, leaves: Sequence[tuple[str, jax.Array]], lead: int, pieces: tuple[int, ...] = ()) -> jax.Array:
     """Leaves [lead..., *shape] of one dtype -> [lead..., n]; with pieces [lead..., *pieces, rows, 128], zero-padded.
@@ -75,21 +65,33 @@ class Packing(NamedTuple):
 
   def _spec(self, path: str, lead: int) -> PartitionSpec:
     """The leaf's spec on the axes that divide it, behind `lead` free axes."""
-    return PartitionSpec(*[None] * lead, *[self._names(entry) or None for entry in self.specs.get(path, ())])
-
-  def _names(self, entry: Any) -> tuple[str, ...]:
-    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    return tuple(name for name in names if name in self.axes)
+    present = [tuple(name for name in _names(entry) if name in self.axes) or None for entry in self.specs.get(path, ())]
+    return PartitionSpec(*[None] * lead, *present)
 
   def _buffer(self, lead: int) -> PartitionSpec:
     return PartitionSpec(*[None] * lead, tuple(self.axes) or None)
 
   def _local(self, path: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of one device's shard of a leaf."""
-    spec = [*self.specs.get(path, ()), *[None] * len(shape)]
-    return tuple(n // math.prod(self.axes[name] for name in self._names(entry)) for n, entry in zip(shape, spec))
+    return local_shape(shape, self.specs.get(path, PartitionSpec()), self.axes)
 
   def _inside(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
     if not self.axes:
       return f
     return jax.shard_map(f, axis_names=set(self.axes), in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+
+
+def local_shape(shape: Sequence[int], spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, ...]:
+  """The shape of one device's shard of an array (of the largest, where an axis does not divide).
+
+  Args:
+    shape: of the whole array.
+    spec: names of mesh axes for its axes; those that `axes` lacks divide nothing.
+    axes: sizes of the mesh axes.
+  """
+  entries = [*spec, *[None] * (len(shape) - len(spec))]
+  return tuple(-(-n // math.prod(axes.get(name, 1) for name in _names(entry))) for n, entry in zip(shape, entries))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+  """The mesh axes in one entry of a PartitionSpec."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
