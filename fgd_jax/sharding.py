@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from fgd_jax.mixing import path_of
 from fgd_jax.mixing.exchange import WORKER_AXIS
+from fgd_jax.mixing.pack import axis_names
 from fgd_jax.workers import slice_of
 
 PyTree = Any
@@ -127,8 +128,7 @@ def constrain(x: jax.Array, *axes: Any) -> jax.Array:
     return x
 
   def entry(length: int, names: Any) -> Any:
-    names = (names,) if isinstance(names, str) else names or ()
-    names = tuple(name for name in names if name in sizes)
+    names = tuple(name for name in axis_names(names) if name in sizes)
     return names if names and length % math.prod(sizes[name] for name in names) == 0 else None
 
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(entry, x.shape, axes)))
@@ -152,7 +152,7 @@ def inside_worker(mesh: Mesh | None) -> dict[str, Any]:
 
 def _present(entry: Any, shape: dict[str, int]) -> Any:
   """An entry of a PartitionSpec without the axes that a mesh lacks."""
-  names = tuple(name for name in ((entry,) if isinstance(entry, str) else entry or ()) if name in shape)
+  names = tuple(name for name in axis_names(entry) if name in shape)
   return names if len(names) > 1 else names[0] if names else None
 
 

@@ -65,7 +65,7 @@ class Packing(NamedTuple):
 
   def _spec(self, path: str, lead: int) -> PartitionSpec:
     """The leaf's spec on the axes that divide it, behind `lead` free axes."""
-    present = [tuple(name for name in _names(entry) if name in self.axes) or None for entry in self.specs.get(path, ())]
+    present = [tuple(name for name in axis_names(entry) if name in self.axes) or None for entry in self.specs.get(path, ())]
     return PartitionSpec(*[None] * lead, *present)
 
   def _buffer(self, lead: int) -> PartitionSpec:
@@ -89,9 +89,9 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, axes: Mapping[str, in
     axes: sizes of the mesh axes.
   """
   entries = [*spec, *[None] * (len(shape) - len(spec))]
-  return tuple(-(-n // math.prod(axes.get(name, 1) for name in _names(entry))) for n, entry in zip(shape, entries))
+  return tuple(-(-n // math.prod(axes.get(name, 1) for name in axis_names(entry))) for n, entry in zip(shape, entries))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def axis_names(entry: Any) -> tuple[str, ...]:
   """The mesh axes in one entry of a PartitionSpec."""
   return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
