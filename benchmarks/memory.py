@@ -13,9 +13,11 @@ Unit of the first columns: one copy of the parameters, a device's shard of them 
     grads      one, two with accumulation                      send      packed forms: the buffer that is sent
 
 The baseline, plain AdamW, is the method `local`: z, moments and grads, with w in z's place. The ring form works in its one
-buffer. The compiler: arguments + outputs + temporaries - donated + code = peak. `donated` must cover the state, that is
-z + moments + momentum. `activations` is the peak without code and without all copies; `over AdamW` is (peak - code) less the
-same of `local`, in copies, to be at most 3 (w, momentum, raw), and one more where a buffer is packed.
+buffer. The compiler: arguments + outputs + temporaries - donated + code = reserved, what the device must have free; `peak` is
+the most that is in use at one time, by the compiler's own account, and the rest of the reservation is lost between buffers of
+different sizes and lifetimes. `donated` must cover the state, that is z + moments + momentum. `activations` is the peak
+without all copies; `over AdamW` is the peak less the peak of `local`, in copies, to be at most 3 (w, momentum, raw), and one
+more where a buffer is packed; `reserved over` is the same of the reservation.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ METHODS = {"local": ("auto",), "diloco": ("auto",), "GlobalM1": ("packed", "barr
 LLAMA = [("v5e:4x4", 2, 8, ("local", "GlobalM1LocalM2-subset", "LocalM1M2")),
          ("v5p:2x2x2", 4, 2, ("local", "GlobalM1LocalM2-subset", "LocalM1M2"))]
 HEAD = ("target", "workers x fsdp", "method", "form", "copy, MB", "z", "w", "moments", "momentum", "grads", "raw", "send",
-        "sum, MB", "arguments", "outputs", "temporaries", "donated", "code", "peak, MB", "activations", "over AdamW",
-        "state donated")
+        "sum, MB", "arguments", "outputs", "temporaries", "donated", "code", "reserved, MB", "peak, MB", "activations",
+        "over AdamW", "reserved over", "state donated")
 
 
 class Copies(NamedTuple):
@@ -79,8 +81,15 @@ def shard_bytes(config) -> int:
   return total
 
 
-def row(target: str, config, base: float | None) -> float | None:
-  """Prints a row; returns what a device holds besides code, in bytes."""
+class Held(NamedTuple):
+  """Bytes of a device: in use at the peak, and reserved, both without code."""
+
+  peak: float
+  reserved: float
+
+
+def row(target: str, config, base: Held | None) -> Held | None:
+  """Prints a row; returns what a device holds. `base`: of plain AdamW."""
   copy = shard_bytes(config)
   cells = [target, f"{config.workers} x {config.mesh.fsdp}", config.method.name]
   try:
@@ -89,12 +98,12 @@ def row(target: str, config, base: float | None) -> float | None:
     print("| " + " | ".join([*cells, config.overlap.form, " ".join(str(e).split())[:300]]) + " |", flush=True)
     return None
   copies, m = algebra(config, report.form), report.memory
-  held = report.peak_bytes_per_device - m["generated_code_size"]
-  over = "" if base is None else f"{(held - base) / copy:.2f}"
+  held = Held(m["peak_memory"], report.peak_bytes_per_device - m["generated_code_size"])
+  over = ["", ""] if base is None else [f"{(now - then) / copy:.2f}" for now, then in zip(held, base)]
   mb = lambda size: f"{size / 1e6:.0f}"
   cells += [report.form, mb(copy), *map(str, copies), mb(sum(copies) * copy),
             *(mb(m[f"{key}_size"]) for key in ("argument", "output", "temp", "alias", "generated_code")),
-            mb(report.peak_bytes_per_device), mb(held - sum(copies) * copy), over,
+            mb(report.peak_bytes_per_device), mb(held.peak), mb(held.peak - sum(copies) * copy), *over,
             "yes" if m["alias_size"] >= copies.state * copy else "NO"]
   print("| " + " | ".join(cells) + " |", flush=True)
   return held

@@ -1,15 +1,84 @@
-"""The gradient of one inner step, from one batch or from several micro-batches."""
+"""The inner phase of one worker: optax steps in a scan, each from one batch or from several micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
 
+from fgd_jax.methods import Method
+from fgd_jax.mixing import Context
+
 PyTree = Any
+
+
+class Inner(NamedTuple):
+  """How every worker trains between exchanges; the arguments of `build_round`.
+
+  Attributes:
+    loss_fn, optimizer, accumulate, seed: see there.
+    method: bound; its `inner_grad`, its `inner_steps`, and what its Mix1 carries step by step.
+  """
+
+  loss_fn: Callable
+  optimizer: optax.GradientTransformation
+  accumulate: int
+  seed: int
+  method: Method
+
+  def phase(self, w: PyTree, opt_state: PyTree, batches_Sx: PyTree, worker: jax.Array, riding: Any, ctx: Context,
+            first: Any, steps: int) -> tuple[PyTree, PyTree, jax.Array, Any, Any]:
+    """S consecutive inner steps of one worker.
+
+    Args:
+      w, opt_state: its parameters and inner optimizer state.
+      batches_Sx: leaves [S, ...].
+      worker: int32 scalar.
+      riding: what of Mix1 travels step by step (the ring form), or None.
+      ctx: the round's context.
+      first: number of the first of these steps in its round of `steps`.
+
+    Returns:
+      w, opt_state, loss [S], aux [S, ...], riding.
+    """
+    method, ctx = self.method, ctx._replace(worker=worker)
+    key = jax.random.fold_in(jax.random.key(self.seed), worker)
+
+    def step(carry, xs):
+      w, opt_state, riding = carry
+      h, batch = xs
+      rng = jax.random.fold_in(key, ctx.round * steps + first + h)
+      loss, aux, grads = gradient(self.loss_fn, w, batch, rng, self.accumulate)
+      if method.inner_grad is not None:
+        grads = method.inner_grad(grads, ctx)
+      updates, new_state = self.optimizer.update(grads, opt_state, w)
+      new = optax.apply_updates(w, updates)
+      if method.inner_steps is not None:
+        active = first + h < jnp.asarray(_limits(method.inner_steps, ctx.workers, steps))[worker]
+        new, new_state = jax.tree.map(lambda a, b: jnp.where(active, a, b), (new, new_state), (w, opt_state))
+      if riding is not None:
+        riding = method.overlapped.during(riding, h, ctx)  # type: ignore[union-attr]
+      return (new, new_state, riding), (loss, aux)
+
+    count = jax.tree.leaves(batches_Sx)[0].shape[0]
+    with jax.named_scope("inner"):
+      (w, opt_state, riding), (loss, aux) = lax.scan(step, (w, opt_state, riding),
+                                                     (jnp.arange(count, dtype=jnp.int32), batches_Sx))
+    return w, opt_state, loss, aux, riding
+
+
+def _limits(inner_steps: Sequence[int], workers: int, steps: int) -> np.ndarray:
+  """int32 [M]: how many of a round's steps each worker takes."""
+  limits = np.asarray(inner_steps, np.int32)
+  if limits.shape != (workers,) or limits.min() < 0 or limits.max() > steps:
+    raise ValueError(f"inner_steps={list(inner_steps)} must hold a number of steps from 0 to H={steps} for each of the "
+                     f"{workers} workers.")
+  return limits
 
 
 def gradient(loss_fn: Callable, w: PyTree, batch: PyTree, rng: jax.Array, accumulate: int) -> tuple[Any, Any, PyTree]:

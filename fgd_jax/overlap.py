@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fgd_jax.methods import Method
+from fgd_jax.methods import Fragmented, Method
 from fgd_jax.mixing.ring import Ring
 from fgd_jax.workers import Workers
 
@@ -71,6 +71,7 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
   """
   if form not in FORMS:
     raise ValueError(f"overlap.form={form!r} must be one of {', '.join(FORMS)}.")
+  steps = method.delay_of(steps) if isinstance(method, Fragmented) else steps  # beside which a transfer can travel
   obstacle = {"host": _host_obstacle(method, workers), "ring": _ring_obstacle(method, workers, steps)}
   if obstacle.get(form):
     raise ValueError(f"overlap.form={form!r} is not possible here: {obstacle[form]}; use 'auto'.")
@@ -128,6 +129,8 @@ def _host_obstacle(method: Method, workers: Workers) -> str:
     return f"it is for CPU processes, and these are {workers.platform} devices"
   if method.inner_grad is not None:
     return "the method has collectives in its inner steps"
+  if isinstance(method, Fragmented):
+    return "the method's fragments travel inside a round"
   if workers.inner_axes:
     return f"a worker is sharded over {dict(workers.inner_axes)}, whose collectives would come from two threads"
   return ""
@@ -138,10 +141,13 @@ def _ring_obstacle(method: Method, workers: Workers, steps: int) -> str:
   mix1, positions = method.overlapped, workers.placement.devices
   if mix1 is None or not mix1.topology.bank[0].mean:
     return "only a Mix1 that is a true mean (mix1='global') goes round a ring"
+  if mix1.codec is not None:
+    return "compressed leaves cannot be summed on the way"
   if positions == 1:
     return "all workers are on one position of the mesh axis 'worker'"
   if workers.placement.slots > 1:
     return f"it needs one worker a position, and {workers.count} workers are on {positions}"
   if steps < positions - 1:
-    return f"inner_steps={steps} is below workers - 1 = {positions - 1}, and every inner step carries at most two hops"
+    name = "delay" if isinstance(method, Fragmented) else "inner_steps"
+    return f"{name}={steps} is below workers - 1 = {positions - 1}, and every inner step carries at most two hops"
   return ""

@@ -28,8 +28,10 @@ from jax.sharding import PartitionSpec
 from fgd_jax import host
 from fgd_jax import measure as measures
 from fgd_jax import overlap as overlap_forms
-from fgd_jax.inner import gradient
-from fgd_jax.methods import Method
+from fgd_jax.arguments import alive_mask, check_build, check_params, check_round, shares, strong
+from fgd_jax.cycle import Cycle, narrowed, widened
+from fgd_jax.inner import Inner
+from fgd_jax.methods import Fragmented, Method
 from fgd_jax.mixing import Context, path_of
 from fgd_jax.mixing.pack import Packing
 from fgd_jax.sharding import Rules, like_params, param_specs
@@ -53,6 +55,18 @@ class State(NamedTuple):
   inner_opt_state: PyTree
   method_state: PyTree
   round: Any
+
+
+class Originals(NamedTuple):
+  """The method state where parameters are narrower than float32: an outer update below half of their last digit would vanish.
+
+  Attributes:
+    method: the method's own state.
+    params: the outer parameters in float32; the workers' are these, rounded.
+  """
+
+  method: PyTree
+  params: PyTree
 
 
 def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.GradientTransformation, *, workers: Workers,
@@ -88,27 +102,9 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
   Raises:
     ValueError: an impossible argument; the sentence names it.
   """
-  if not isinstance(method, Method):
-    raise ValueError(f"method={method!r}: pass fgd_jax.methods.make(name, ...).")
-  if not (hasattr(inner_optimizer, "init") and hasattr(inner_optimizer, "update")):
-    raise ValueError(f"inner_optimizer={inner_optimizer!r} must be an optax transform, such as optax.adamw(1e-3).")
-  if not isinstance(workers, Workers):
-    raise ValueError(f"workers={workers!r}: pass fgd_jax.Workers(count, mesh=None).")
-  prng = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
-  if prng != "threefry2x32":
-    raise ValueError(f"jax_default_prng_impl={prng!r} gives different numbers under vmap than "
-                     "in a loop, so placements would differ; use threefry2x32.")
-  if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
-    raise ValueError(f"seed={seed!r} must be an integer from 0 to 2^63 - 1.")
-  if accumulate < 1:
-    raise ValueError(f"accumulate={accumulate}: at least one micro-batch is needed.")
-  if inner_loop not in ("auto", "map", "vmap"):
-    raise ValueError(f"inner_loop={inner_loop!r} must be 'auto', 'map' or 'vmap'.")
   measure = (measure,) if isinstance(measure, str) else measure
-  for m in measure:
-    if m != "consensus" and not callable(m):
-      raise ValueError(f"measure={m!r} must be 'consensus' or a function (w, z) -> dict.")
-  weights = None if worker_weights is None else _shares(worker_weights, workers.count)
+  check_build(method, inner_optimizer, workers, seed, accumulate, inner_loop, measure)
+  weights = None if worker_weights is None else shares(worker_weights, workers.count)
   bound = method.bind(workers.count, int(seed))
   overlap_forms.plan(overlap, bound, workers, steps=2**31 - 1)  # refuses forms that no H makes possible
   round_fn = Round(bound, loss_fn, inner_optimizer, workers, int(seed), tuple(measure), accumulate, weights,
@@ -131,13 +127,14 @@ class Round:
   def __init__(self, method, loss_fn, inner_optimizer, workers, seed, measure, accumulate, weights, param_rules,
                batch_spec, inner_loop, overlap):
     self.method = method
-    self._loss_fn, self._inner, self._workers, self._seed = loss_fn, inner_optimizer, workers, seed
+    self._inner, self._workers = Inner(loss_fn, inner_optimizer, accumulate, seed, method), workers
     self._measure, self._accumulate, self._weights = measure, accumulate, weights
     self._param_rules, self._batch_spec = param_rules, batch_spec
     if inner_loop == "auto":
       inner_loop = "map" if workers.platform == "cpu" else "vmap"
     self._inner_loop = "vmap" if method.inner_grad is not None else inner_loop
     self._executables: dict[Any, Any] = {}
+    self._evaluated: Callable | None = None
     self._traffic: dict[Any, tuple[float, float]] = {}
     mix1 = method.overlapped
     self._overlap = overlap
@@ -147,8 +144,8 @@ class Round:
 
   def init(self, params: PyTree) -> State:
     """State at round 0: every worker at `params` (arrays of any shape, floating-point), which are not consumed."""
-    params = jax.tree.map(lambda x: self._workers.bring(_strong(x)), params)
-    _check_params(params)
+    params = jax.tree.map(lambda x: self._workers.bring(strong(x)), params)
+    check_params(params)
     shardings = self._state_shardings(params)
     z, inner_opt_state, ms = jax.jit(self._initial, out_shardings=shardings)(params)
     return State(z, inner_opt_state, ms, np.int32(0))
@@ -162,19 +159,34 @@ class Round:
     return State(z, inner_opt_state, ms, jax.ShapeDtypeStruct((), np.int32))
 
   def _initial(self, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    stack = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(_strong(x), (self._workers.count, *jnp.shape(x))), tree)
-    return stack(params), stack(self._inner.init(params)), stack(self.method.init(params))
+    stack = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(strong(x), (self._workers.count, *jnp.shape(x))), tree)
+    return stack(params), stack(self._inner.optimizer.init(params)), stack(self._method_state(params))
+
+  def _method_state(self, params: PyTree) -> Any:
+    """The method's state at the start; where parameters are narrower than float32, with what keeps outer updates exact."""
+    wide = widened(params)
+    ms = self.method.init(wide)
+    if not (self.method.outer_steps and _narrow(params)):
+      return ms
+    if isinstance(self.method, Fragmented):  # what rounding took from each fragment when it last arrived
+      return tuple({**fs, "rounding": jax.tree.map(jnp.zeros_like, fs["theta"])} for fs in ms)
+    return Originals(ms, wide)
 
   def _state_shardings(self, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
     specs = param_specs(shapes, self._param_rules)
-    one = (shapes, jax.eval_shape(self._inner.init, shapes), jax.eval_shape(self.method.init, shapes))
+    one = (shapes, jax.eval_shape(self._inner.optimizer.init, shapes), jax.eval_shape(self._method_state, shapes))
     return jax.tree.map(self._workers.stacked, like_params(one, shapes, specs),
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 
   def eval_params(self, state: State) -> PyTree:
     """The parameters that the method's paper evaluates: the workers' mean unless the method says otherwise."""
-    return mean_params(state)
+    _refuse_consumed(state)
+    if type(self.method).eval_params is Method.eval_params:
+      return _mean(state.params)
+    if self._evaluated is None:
+      self._evaluated = jax.jit(self.method.eval_params)
+    return self._evaluated(state.params, state.method_state)
 
   # --- one round -----------------------------------------------------------------------------------------------------
 
@@ -188,10 +200,7 @@ class Round:
     _refuse_consumed(state)
     self._check(state.params, batches)
     r = int(state.round)
-    alive = np.ones(self._workers.count, bool) if alive is None else np.asarray(alive)
-    if alive.shape != (self._workers.count,) or not np.isin(alive, (0, 1)).all():
-      raise ValueError(f"alive={alive.tolist()} must hold True or False for each of the {self._workers.count} workers.")
-    alive = alive.astype(bool)
+    alive = alive_mask(alive, self._workers.count)
     measured = measured and bool(self._measure)
     state = self._bring(state)
     executables = self.compile(state, batches, measured=(measured,))
@@ -245,21 +254,32 @@ class Round:
       self._traffic[key] = self._count_traffic(params, steps)
     return self._traffic[key]
 
+  def launched(self, params: PyTree) -> PyTree:
+    """Shapes of what one worker hands to Mix1 in a round, for one worker's `params`; None where nothing or fragments travel."""
+    if self.method.overlapped is None or isinstance(self.method, Fragmented):
+      return None
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    return jax.eval_shape(self._launch_one, shapes, jax.eval_shape(self._method_state, shapes))
+
   def _count_traffic(self, params: PyTree, steps: int) -> tuple[float, float]:
     z = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    ms = jax.eval_shape(self.method.init, z)
-    mix1 = self.method.overlapped
-    sent = None if mix1 is None else jax.eval_shape(self.method.launch, z, ms)
-    per_round: list = []
-    per_step: list = []
-    context = lambda record: self._context(
-        self._scalars(0, np.ones(self._workers.count, bool)), jnp.zeros(self._workers.placement.slots, jnp.int32), None
-    )._replace(worker=jnp.zeros((), jnp.int32), sent=record)
-    jax.eval_shape(lambda z, ms, x: self.method.land(z, z, x, ms, context(per_round)), z, ms, sent)
+    ms, mix1 = jax.eval_shape(self._method_state, z), self.method.overlapped
+    per_round: list[float] = []
+    per_step: list[float] = []
+    scalars = jax.tree.map(jnp.asarray, self._scalars(0, np.ones(self._workers.count, bool)))
+    context = lambda record: self._context(scalars, jnp.zeros(self._workers.placement.slots, jnp.int32), None)._replace(
+        worker=jnp.int32(0), sent=record)
+    if isinstance(self.method, Fragmented):
+      parts = self.method.partition(jax.eval_shape(widened, z))
+      depart = lambda fs, w: self.method.depart(w, jax.tree.map(lambda x: x[0], fs), context([]))[0]
+      sent = [jax.eval_shape(depart, ms[parts.place(p)[0]], parts.shape(p)) for p in range(parts.count)]
+      total = sum(self.method.mix1.bytes_sent(payload) for payload in sent)
+      return (0.0, total) if mix1 is None else (total, 0.0)
+    sent = self.launched(z)
+    jax.eval_shape(lambda z, ms, x: self._land_one(z, z, x, ms, context(per_round)), z, ms, sent)
     if self.method.inner_grad is not None:
       jax.eval_shape(lambda g: self.method.inner_grad(g, context(per_step)), z)
-    blocking = sum(m.bytes_sent(t) for m, t in per_round) + steps * sum(m.bytes_sent(t) for m, t in per_step)
-    return (0.0 if mix1 is None else mix1.bytes_sent(sent)), blocking
+    return (0.0 if mix1 is None else mix1.bytes_sent(sent)), sum(per_round) + steps * sum(per_step)
 
   # --- programs ------------------------------------------------------------------------------------------------------
 
@@ -313,6 +333,10 @@ class Round:
   def _body(self, z, inner_opt_state, ms, batches, ids, scalars, plan, permutation):
     """One round on a slot's local stacks [K, ...]; returns z', inner_opt_state, ms', w, loss, aux."""
     ctx = self._context(scalars, ids, permutation)._replace(ring=plan.ring)
+    if isinstance(self.method, Fragmented):
+      mix_context = lambda sent, ctx: self._mix1_context(sent, z, ids, scalars, plan, permutation)._replace(event=ctx.event)
+      return Cycle(self.method, self._inner, self._workers, self._inner_loop, ctx, mix_context, plan.form == "ring",
+                   jax.tree.leaves(batches)[0].shape[1]).run(z, inner_opt_state, ms, batches)
     raw = riding = None
     if self.method.overlapped is not None:
       raw = self._start(z, ms, ids, scalars, plan, permutation)
@@ -325,54 +349,40 @@ class Round:
 
   def _start(self, z, ms, ids, scalars, plan, permutation):
     """Mix1's collectives."""
-    sent = self._workers.each(self.method.launch, z, ms)
+    sent = self._workers.each(self._launch_one, z, ms)
     return self.method.overlapped.start(sent, self._mix1_context(sent, z, ids, scalars, plan, permutation))
 
   def _inner_phases(self, z, inner_opt_state, batches, ids, scalars, riding, ctx):
-    return self._workers.each(lambda *one: self._inner_phase(*one, ctx), z, inner_opt_state, batches, ids, riding,
+    steps = jax.tree.leaves(batches)[0].shape[1]
+    return self._workers.each(lambda *one: self._inner.phase(*one, ctx, 0, steps), z, inner_opt_state, batches, ids, riding,
                               how=self._inner_loop)
 
   def _land(self, z, w, ms, raw, ids, scalars, plan, permutation):
     """What follows the inner steps: Mix1's arithmetic, blocking exchanges, the outer step."""
     x = None
     if raw is not None:
-      sent = self._workers.each(self.method.launch, z, ms)
+      sent = self._workers.each(self._launch_one, z, ms)
       x = self.method.overlapped.finish(raw, sent, self._mix1_context(sent, z, ids, scalars, plan, permutation))
     ctx = self._context(scalars, ids, permutation)
-    return self._workers.each(lambda z, w, x, ms, worker: self.method.land(z, w, x, ms, ctx._replace(worker=worker)),
+    return self._workers.each(lambda z, w, x, ms, worker: self._land_one(z, w, x, ms, ctx._replace(worker=worker)),
                               z, w, x, ms, ids)
+
+  def _launch_one(self, z, ms):
+    """One worker's launch; parameters narrower than float32 are represented by their float32 originals."""
+    return self.method.launch(ms.params, ms.method) if isinstance(ms, Originals) else self.method.launch(z, ms)
+
+  def _land_one(self, z, w, x, ms, ctx):
+    if not isinstance(ms, Originals):
+      return self.method.land(z, w, x, ms, ctx)
+    moved = jax.tree.map(lambda original, z, w: original - (z - w), ms.params, widened(z), widened(w))
+    new, own = self.method.land(ms.params, moved, x, ms.method, ctx)
+    return narrowed(new, z), Originals(own, new)
 
   def _measures(self, w, z, measured: bool) -> dict[str, Any]:
     measures: dict[str, Any] = {}
     for m in self._measure if measured else ():
       measures.update(_consensus(w, z) if m == "consensus" else m(w, z))
     return measures
-
-  def _inner_phase(self, w, opt_state, batches_Hx, worker, riding, ctx: Context):
-    """H inner steps of one worker: leaves of `batches_Hx` are [H, ...]; returns w, state, loss [H], aux [H, ...], riding.
-
-    `riding`: what of Mix1 travels step by step (the ring form), or None.
-    """
-    method, ctx = self.method, ctx._replace(worker=worker)
-    steps = jax.tree.leaves(batches_Hx)[0].shape[0]
-    key = jax.random.fold_in(jax.random.key(self._seed), worker)
-
-    def step(carry, xs):
-      w, opt_state, riding = carry
-      h, batch = xs
-      rng = jax.random.fold_in(key, ctx.round * steps + h)
-      loss, aux, grads = gradient(self._loss_fn, w, batch, rng, self._accumulate)
-      if method.inner_grad is not None:
-        grads = method.inner_grad(grads, ctx)
-      updates, opt_state = self._inner.update(grads, opt_state, w)
-      if riding is not None:
-        riding = method.overlapped.during(riding, h, ctx)
-      return (optax.apply_updates(w, updates), opt_state, riding), (loss, aux)
-
-    with jax.named_scope("inner"):
-      (w, opt_state, riding), (loss, aux) = lax.scan(step, (w, opt_state, riding),
-                                                     (jnp.arange(steps, dtype=jnp.int32), batches_Hx))
-    return w, opt_state, loss, aux, riding
 
   def _bring(self, state: State) -> State:
     """The state where the executables expect it; what lies on other devices is copied there."""
@@ -415,22 +425,12 @@ class Round:
     return self._workers.stacked(PartitionSpec(None, *self._batch_spec) if self._batch_spec else PartitionSpec())
 
   def _check(self, params: PyTree, batches: PyTree) -> None:
-    leaves = jax.tree_util.tree_flatten_with_path(batches)[0]
-    if not leaves:
-      raise ValueError("batches is empty; it needs leaves of shape [workers, inner steps, ...].")
-    first = tuple(jnp.shape(leaves[0][1]))
-    for path, x in leaves:
-      shape = tuple(jnp.shape(x))
-      if len(shape) < 2 or shape[0] != self._workers.count or shape[:2] != first[:2] or shape[1] < 1:
-        raise ValueError(f"Batch leaf {path_of(path) or 'batches'!r} has shape {shape}; all leaves need the shape "
-                         f"[workers={self._workers.count}, inner steps, ...] with the same number of inner steps.")
-      if self._accumulate > 1 and (len(shape) < 3 or shape[2] % self._accumulate):
-        raise ValueError(f"Batch leaf {path_of(path) or 'batches'!r} has shape {shape}; accumulate={self._accumulate} must "
-                         "divide its third axis, the batch.")
-    for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
-      if x.shape[:1] != (self._workers.count,):
-        raise ValueError(f"state.params/{path_of(path)} has shape {tuple(x.shape)} for {self._workers.count} workers; make "
-                         "the state with the init that build_round returned together with this round.")
+    check_round(self.method, params, batches, self._workers.count, self._accumulate)
+
+
+def _narrow(params: PyTree) -> bool:
+  """Whether a leaf is narrower than float32."""
+  return any(jnp.dtype(x.dtype).itemsize < 4 for x in jax.tree.leaves(params))
 
 
 def _stacked(tree: PyTree) -> PyTree:
@@ -462,36 +462,3 @@ def _refuse_consumed(state: State) -> None:
 def _consensus(w: PyTree, z: PyTree) -> dict[str, jax.Array]:
   return {"consensus_inner": measures.pairwise_squared_distance(w),
           "consensus_outer": measures.pairwise_squared_distance(z)}
-
-
-def _strong(x: Any) -> Any:
-  """The leaf as an array whose dtype does not yield to others (a weakly typed state would compile twice)."""
-  if isinstance(x, jax.Array) and not x.weak_type:
-    return x
-  array = np.asarray(x) if not isinstance(x, jax.Array) else x
-  wanted = jax.dtypes.canonicalize_dtype(array.dtype)
-  if wanted != array.dtype and not np.isscalar(x):
-    raise ValueError(f"A parameter has dtype {array.dtype}, which would become {wanted}; enable it with "
-                     "jax.config.update('jax_enable_x64', True) or convert the parameters.")
-  return jnp.asarray(array, dtype=wanted)
-
-
-def _check_params(params: PyTree) -> None:
-  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-  if not leaves:
-    raise ValueError("params has no leaves; pass a pytree of floating-point arrays.")
-  for path, x in leaves:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise ValueError(f"Parameter {path_of(path)!r} has dtype {x.dtype}; parameters must be real floating-point. Keep "
-                       "integers in the loss function's closure or in the batch.")
-
-
-def _shares(weights: Sequence[float], workers: int) -> np.ndarray:
-  """[M] weights scaled to sum M."""
-  try:
-    shares = np.asarray(weights, np.float64)
-  except (TypeError, ValueError):
-    shares = np.zeros(())
-  if shares.shape != (workers,) or not np.all(np.isfinite(shares)) or np.any(shares <= 0):
-    raise ValueError(f"worker_weights={list(weights)} must hold one positive number for each of the {workers} workers.")
-  return shares * workers / shares.sum()

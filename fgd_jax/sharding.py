@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from fgd_jax.mixing import path_of
 from fgd_jax.mixing.exchange import WORKER_AXIS
+from fgd_jax.mixing.fragments import FLAT, FLAT_TILE
 from fgd_jax.mixing.pack import axis_names
 from fgd_jax.workers import slice_of
 
@@ -177,15 +178,29 @@ def param_specs(params: PyTree, rules: Rules) -> dict[str, PartitionSpec]:
 
 
 def like_params(tree: PyTree, params: PyTree, specs: dict[str, PartitionSpec]) -> PyTree:
-  """Specs for a state tree: a leaf whose path ends in a parameter's path, with its shape, is sharded as it is."""
+  """Specs for a state tree: a leaf whose path ends in a parameter's path is sharded as it is, if it has its shape.
+
+  Fragments of parameters too: they may have more axes in front, and another length where nothing divides the axis. Flat
+  fragments (`fgd_jax.mixing.fragments`) are divided over all axes that divide parameters.
+  """
   shapes = {path_of(p): tuple(x.shape) for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+  axes = tuple(dict.fromkeys(name for spec in specs.values() for entry in spec for name in axis_names(entry)))
 
   def leaf(path, x):
     keys = path_of(path).split("/")
+    if axes and keys[-1].startswith(FLAT) and x.shape[-1] % FLAT_TILE == 0:
+      return PartitionSpec(*[None] * (x.ndim - 1), axes)
     for i in range(len(keys) + 1):  # the last one is "": parameters that are a single array
       name = "/".join(keys[i:])
-      if shapes.get(name) == tuple(x.shape):
-        return specs[name]
+      if name in shapes and _is_part(tuple(x.shape), shapes[name], specs[name]):
+        return PartitionSpec(*[None] * (x.ndim - len(shapes[name])), *specs[name])
     return PartitionSpec()
 
   return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def _is_part(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec) -> bool:
+  """Whether an array may be (a stack of) parts of a parameter: as long as it wherever the spec divides it."""
+  inner = shape[len(shape) - len(whole):]
+  entries = [*spec, *[None] * (len(whole) - len(spec))]
+  return len(shape) >= len(whole) and all(a == b or entry is None for a, b, entry in zip(inner, whole, entries))

@@ -24,6 +24,7 @@ from fgd_jax.aot import targets
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import exchange, path_of
 from fgd_jax.mixing.pack import local_shape
+from fgd_jax.round import Round
 from fgd_jax.workers import slice_of
 
 BYTE_VOCABULARY = 256  # where model.vocab_size is None; data are not read
@@ -94,8 +95,8 @@ def _compile(request: dict[str, Any], folder: str) -> dict[str, Any]:
       "devices_available": len(available), "parameters": models.count_params(params),
       "compile_seconds": compile_seconds, "lower_seconds": lower_seconds,
       "memory": _memory(compiled.memory_analysis()),
-      "expected_mix1_bytes": expected_mix1_bytes(round_fn.method, request["round"], plan.form, params, workers.placement,
-                                                 mesh, inside.get("param_sharding", ())),
+      "expected_mix1_bytes": expected_mix1_bytes(round_fn, request["round"], plan.form, params, workers.placement, mesh,
+                                                 inside.get("param_sharding", ())),
       "device_worker": [int(index[axis]) for index in np.ndindex(mesh.devices.shape)],
       "device_slice": [slice_of(d) for d in mesh.devices.flat],
       "device_id": [int(d.id) for d in mesh.devices.flat],
@@ -108,19 +109,22 @@ def _memory(stats: Any) -> dict[str, int]:
   return {n.removesuffix("_in_bytes"): int(getattr(stats, n)) for n in names}
 
 
-def expected_mix1_bytes(method: fgd.methods.Method, r: int, form: str, params: Any, placement: exchange.Placement,
+def expected_mix1_bytes(round_fn: Round, r: int, form: str, params: Any, placement: exchange.Placement,
                         mesh: Mesh, rules: sharding.Rules) -> float | None:
   """What one device hands to Mix1's collectives in round r by algebra: its shard of each launched leaf, for every message.
 
   A mean over workers carries a leaf once for all workers of a device, in the ring form 2 (D-1)/D of it over D positions;
   a permutation once for every message that leaves the device. The compiler may send less (it may shard leaves that no
   rule shards) or more (padding, idle hops of a ring, the stages of an all-reduce inside and between slices). None where
-  the method's mixers are of another kind.
+  fragments travel, or compressed leaves, or the method's mixers are of another kind.
   """
+  method = round_fn.method
   if method.overlapped is None or placement.devices == 1:
     return 0.0
+  sent = round_fn.launched(params)
+  if sent is None or method.overlapped.codec is not None:
+    return None
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-  sent = jax.eval_shape(method.launch, shapes, jax.eval_shape(method.init, shapes))
   specs = sharding.like_params(sent, shapes, sharding.param_specs(shapes, rules))
   total = 0.0
   try:

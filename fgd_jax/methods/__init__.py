@@ -6,15 +6,22 @@ import dataclasses
 import difflib
 from typing import Any
 
-from fgd_jax.methods.base import Method
+from fgd_jax.methods.base import Fragmented, Method
 from fgd_jax.methods.data_parallel import DataParallel
-from fgd_jax.methods.diloco import DiLoCo
+from fgd_jax.methods.diloco import DiLoCo, IsoLoCo
+from fgd_jax.methods.eager import EagerDiLoCo
 from fgd_jax.methods.fgd import FactoredGossip
+from fgd_jax.methods.gasloc import GASLoC
 from fgd_jax.methods.local import Local
+from fgd_jax.methods.noloco import NoLoCo
+from fgd_jax.methods.pipelined import PipelinedDiLoCo
+from fgd_jax.methods.streaming import StreamingDiLoCo
 from fgd_jax.mixing import embeddings_head_early_layers
 
 METHODS: dict[str, type[Method]] = {
-    "data_parallel": DataParallel, "local": Local, "diloco": DiLoCo, "fgd": FactoredGossip,
+    "data_parallel": DataParallel, "local": Local, "diloco": DiLoCo, "fgd": FactoredGossip, "isoloco": IsoLoCo,
+    "streaming_diloco": StreamingDiLoCo, "eager_diloco": EagerDiLoCo, "noloco": NoLoCo, "gasloc": GASLoC,
+    "pipelined_diloco": PipelinedDiLoCo,
 }
 
 # The variants of the FGD paper: (method, options).
@@ -48,8 +55,10 @@ def make(name: str, **options: Any) -> Method:
 def option_names(name: str) -> list[str]:
   """The options that `make(name, ...)` takes."""
   base = PRESETS.get(name, (name, {}))[0]
-  hidden = {"mix2"} if base != "fgd" else set()  # data_parallel's and diloco's exchange is always global
+  hidden = set(METHODS[base].mixers) - ({"mix1", "mix2"} if base == "fgd" else set())  # elsewhere the method says what mixes
+  if base in ("noloco", "gasloc"):
+    hidden |= {"outer", "outer_lr", "outer_momentum", "outer_clip"}  # they have their own outer steps
   return [f.name for f in dataclasses.fields(METHODS[base]) if f.name not in hidden]
 
 
-__all__ = ["METHODS", "Method", "PRESETS", "make", "option_names"]
+__all__ = ["Fragmented", "METHODS", "Method", "PRESETS", "make", "option_names"]

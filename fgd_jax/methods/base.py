@@ -6,19 +6,27 @@
 
 The round (round.py) runs:  raw = mix1.start(launch(z, ms));  w = scan of H inner steps from z;  barrier;
 x = mix1.finish(raw);  land.  A method with mix1 None launches nothing and gets x = None.
+
+Methods that exchange fragments of the parameters in turn (`Fragmented`) have depart and arrive instead of launch and land.
+Parameters narrower than float32 reach launch, land, depart and arrive in float32 (round.py keeps the float32 originals), so
+that an outer update below half of their last digit is not lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fgd_jax.mixing import Context, Mixer
 from fgd_jax.mixing import make as make_mixer
+from fgd_jax.mixing.codec import make_codec
+from fgd_jax.mixing.fragments import Fragments, check_fragments, make_fragments
 from fgd_jax.outer import nesterov
 
 PyTree = Any
@@ -31,10 +39,14 @@ class Method:
   Attributes of a subclass:
     mixers: names of its fields that hold a mixer; "mix1" is the overlapped one, all others block.
     inner_grad: None, or a function (grads, ctx) -> grads applied in every inner step (data_parallel only).
+    outer_steps: False where z' is w itself, so that no float32 originals of narrower parameters are kept.
+    inner_steps: steps that each worker takes of a round's H; None: all.
   """
 
   mixers: ClassVar[tuple[str, ...]] = ()
   inner_grad: ClassVar[Callable[..., PyTree] | None] = None
+  outer_steps: ClassVar[bool] = True
+  inner_steps: ClassVar[Sequence[int] | None] = None
 
   def __getstate__(self) -> dict[str, Any]:
     """Fields alone: what is derived from them (optax closures) cannot be pickled and is made again."""
@@ -52,13 +64,22 @@ class Method:
     """The outer step; blocking exchanges happen here, by calling a mixer with ctx."""
     raise TypeError(f"{type(self).__name__} does not define land.")
 
+  def eval_params(self, z: PyTree, ms: PyTree) -> PyTree:
+    """What the method's paper evaluates, from the stacks [M, ...] of all workers: their mean."""
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0).astype(x.dtype), z)
+
   def bind(self, workers: int, seed: int = 0) -> "Method":
     """The method that knows M: every topology becomes a `Mixer` with a random stream of its own."""
+    return self.bind_mixers(workers, seed)
+
+  def bind_mixers(self, workers: int, seed: int) -> Any:
+    """`bind` without what subclasses add."""
     bound = {}
     for stream, field in enumerate(self.mixers):
       topology = getattr(self, field)
       if not isinstance(topology, Mixer):
-        bound[field] = make_mixer(topology or "identity", workers=workers, seed=_stream_seed(seed, stream), key=field)
+        bound[field] = make_mixer(topology or "identity", workers=workers, seed=_stream_seed(seed, stream), key=field,
+                                  codec=getattr(self, "codec", None))
     return dataclasses.replace(self, **bound)
 
   def bound_mixers(self) -> list[Mixer]:
@@ -84,17 +105,178 @@ def _stream_seed(seed: int, stream: int) -> int:
   return (seed * 0x9E3779B97F4A7C15 + stream + 1) & ((1 << 63) - 1)
 
 
-def outer_optimizer(outer: Any, outer_lr: Any, outer_momentum: float | None, use_nesterov: bool = True,
-                    default_lr: float = 0.7, default_momentum: float = 0.9) -> optax.GradientTransformation:
-  """The optax transform of a method: `outer` as given, else Nesterov SGD (arXiv 2311.08105; defaults 0.7 / 0.9)."""
-  if outer is not None:
-    if outer_lr is not None or outer_momentum is not None:
+@dataclasses.dataclass(frozen=True)
+class Outer(Method):
+  """Options that methods with an outer optimizer share.
+
+  Args:
+    outer_lr, outer_momentum: of Nesterov SGD; lr may be an optax schedule over rounds. None: the method's default.
+    outer: any optax transform instead.
+    outer_clip: greatest global norm of the outer gradient that the outer optimizer gets; None: no clipping.
+    codec: how outer gradients are compressed on the wire (`fgd_jax.mixing.codec`): a name, or (name, options).
+    error_feedback: what a codec loses is added to the next outer gradient; None: as is usual for the codec (only topk).
+  """
+
+  defaults: ClassVar[tuple[float, float]] = (0.7, 0.9)  # DiLoCo's (arXiv 2311.08105)
+
+  outer_lr: Any = None
+  outer_momentum: float | None = None
+  outer: Any = None
+  outer_clip: float | None = None
+  codec: Any = None
+  error_feedback: bool | None = None
+
+  def __post_init__(self):
+    self.optimizer, make_codec(self.codec)  # bad values are refused here, not in the first round
+
+  @property
+  def nesterov_form(self) -> bool:
+    return True
+
+  @functools.cached_property
+  def optimizer(self) -> optax.GradientTransformation:
+    """The outer optimizer."""
+    if self.outer_clip is not None and not self.outer_clip > 0:
+      raise ValueError(f"outer_clip={self.outer_clip!r} must be positive.")
+    clip = [] if self.outer_clip is None else [optax.clip_by_global_norm(self.outer_clip)]
+    if self.outer is None:
+      lr, momentum = self.lr_and_momentum
+      sgd = nesterov(lr, momentum, self.nesterov_form)
+      return optax.chain(*clip, sgd) if clip else sgd
+    if self.outer_lr is not None or self.outer_momentum is not None:
       raise ValueError("outer= stands in place of outer_lr and outer_momentum; give one or the other.")
-    if not (hasattr(outer, "init") and hasattr(outer, "update")):
-      raise ValueError(f"outer={outer!r} must be an optax transform, such as optax.sgd(0.7, momentum=0.9, nesterov=True).")
-    return outer
-  return nesterov(default_lr if outer_lr is None else outer_lr,
-                  default_momentum if outer_momentum is None else outer_momentum, use_nesterov)
+    if not (hasattr(self.outer, "init") and hasattr(self.outer, "update")):
+      raise ValueError(f"outer={self.outer!r} must be an optax transform, such as optax.sgd(0.7, momentum=0.9, "
+                       "nesterov=True).")
+    return optax.chain(*clip, self.outer) if clip else self.outer
+
+  @property
+  def lr_and_momentum(self) -> tuple[Any, float]:
+    """Of Nesterov SGD, as given or by default."""
+    lr, momentum = self.defaults
+    return (lr if self.outer_lr is None else self.outer_lr,
+            momentum if self.outer_momentum is None else self.outer_momentum)
+
+  @functools.cached_property
+  def feeds_back(self) -> bool:
+    """Whether there is a codec whose errors are fed back."""
+    codec = make_codec(self.codec)
+    return codec is not None and (codec.name == "topk" if self.error_feedback is None else self.error_feedback)
+
+  def no_error(self, z: PyTree) -> PyTree:
+    """Error feedback's state at the start: zeros like the outer gradient; nothing without it."""
+    return jax.tree.map(jnp.zeros_like, z) if self.feeds_back else ()
+
+
+def exchanged(mixer: Mixer, delta: PyTree, error: PyTree, ctx: Context) -> tuple[PyTree, PyTree]:
+  """A blocking exchange of outer gradients with error feedback where `error` is not ().
+
+      target = delta + error;  error' = target - C(target), which the others did not see
+
+  Returns:
+    The mixed tree and error'.
+  """
+  if isinstance(error, tuple) and not error:
+    return mixer(delta, ctx), ()
+  target = jax.tree.map(jnp.add, delta, error)
+  return mixer(target, ctx), unsent(mixer, target, ctx)
+
+
+def unsent(mixer: Mixer, target: PyTree, ctx: Context) -> PyTree:
+  """What of `target` its codec keeps back; nothing of it where the worker takes part in no exchange and uses it itself."""
+  seen, alive = mixer.seen(target, ctx), ctx.alive[ctx.worker]
+  return jax.tree.map(lambda t, s: jnp.where(alive, t - s, 0).astype(t.dtype), target, seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragmented(Outer):
+  """A method that exchanges fragments of the parameters in turn, H/P inner steps apart.
+
+      init_fragment(theta) -> fs                    the state of one fragment, `theta` its outer parameters
+      depart(w, fs, ctx) -> payload, w', memo       when it is due: what travels, and what arrive needs to know
+      arrive(w, x, fs, memo, ctx) -> w', fs'        when the mixed payload x is there, `delay` inner steps later
+
+  A round is one cycle of H steps. With t inner steps since the start, fragment p is due at the t with
+  (t - p H/P) mod H = 0, and first when it has done H steps: fragment 0 at H, 2H, ..., fragment p at H + p H/P, ... With a
+  delay, what is due at the end of a round departs at the start of the next one. A delay is at most H/P, so that at most one
+  fragment is in flight. Fragments of equal shapes share one program.
+
+  Args:
+    fragments: P, which divides H, or a list of P path patterns.
+    order: "strided" | "sequential" layers, or "flat" ranges (`fgd_jax.mixing.fragments`).
+    ends: "own": what is outside the layers is the last fragment; "joined": it joins the first and last fragment of layers.
+  """
+
+  fragments: Any = 1
+  order: str = "strided"
+  ends: str = "own"
+  mix1: Any = "global"
+  mixers: ClassVar[tuple[str, ...]] = ("mix1",)
+
+  def __post_init__(self):
+    super().__post_init__()
+    check_fragments(self.fragments, self.order, self.ends)
+
+  @property
+  def count(self) -> int:
+    """P."""
+    return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+
+  def delay_of(self, steps: int) -> int:
+    """Inner steps between departure and arrival in rounds of `steps`."""
+    raise TypeError(f"{type(self).__name__} does not define delay_of.")
+
+  @property
+  def blocks(self) -> bool:
+    """Whether fragments arrive when they depart, so that workers wait for them."""
+    raise TypeError(f"{type(self).__name__} does not define blocks.")
+
+  @property
+  def jumps(self) -> bool:
+    """Whether a worker's fragment changes when it departs."""
+    return False
+
+  @property
+  def overlapped(self) -> Mixer | None:
+    return None if self.blocks else super().overlapped
+
+  def check_steps(self, steps: int) -> None:
+    """Refuses rounds of a length that the fragments cannot share."""
+    if steps % self.count:
+      raise ValueError(f"fragments={self.count} must divide the inner steps of a round, H={steps}; change one of them.")
+    if self.delay_of(steps) > steps // self.count:
+      raise ValueError(f"delay={self.delay_of(steps)} must be at most H / fragments = {steps // self.count} inner steps, the time "
+                       "until the next fragment departs; lower delay or fragments.")
+
+  def bind(self, workers: int, seed: int = 0) -> "Method":
+    bound = self.bind_mixers(workers, seed)
+    return dataclasses.replace(bound, mix1=dataclasses.replace(bound.mix1, key="mix2")) if self.blocks else bound
+
+  def partition(self, z: PyTree) -> Fragments:
+    """The fragments of one worker's parameters (arrays or shapes)."""
+    return make_fragments(self.fragments, self.order, z, self.ends)
+
+  def init(self, z):
+    """One stack of fragment states [fragments of the group, ...] for each group of equal fragments."""
+    parts = self.partition(z)
+    stacked = lambda states: jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    return tuple(stacked([self.init_fragment(parts.take(z, p)) for p in group]) for group in parts.groups)
+
+  def init_fragment(self, theta: PyTree) -> PyTree:
+    return {"theta": theta, "outer": self.optimizer.init(theta), "error": self.no_error(theta)}
+
+  def depart(self, w: PyTree, fs: PyTree, ctx: Context) -> tuple[PyTree, PyTree, PyTree]:
+    raise TypeError(f"{type(self).__name__} does not define depart.")
+
+  def arrive(self, w: PyTree, x: PyTree, fs: PyTree, memo: PyTree, ctx: Context) -> tuple[PyTree, PyTree]:
+    raise TypeError(f"{type(self).__name__} does not define arrive.")
+
+  def eval_params(self, z, ms):
+    """The outer parameters: a patchwork of fragments that were exchanged at different times (arXiv 2501.18512)."""
+    one = jax.tree.map(lambda x: x[0], z)
+    theta = jax.tree.map(lambda x: jnp.mean(x, axis=0).astype(x.dtype), tuple(fs["theta"] for fs in ms))
+    parts = self.partition(one)
+    return parts.join(theta, one)
 
 
 def outer_gradient(z: PyTree, w: PyTree, ctx: Context) -> PyTree:

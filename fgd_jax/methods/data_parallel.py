@@ -22,5 +22,7 @@ class DataParallel(Method):
   def inner_grad(self, g: Any, ctx: Context) -> Any:  # type: ignore[override]
     return self.mix2(ctx.weigh(g), ctx)
 
+  outer_steps: ClassVar[bool] = False
+
   def land(self, z, w, x, ms, ctx):
     return w, ms

@@ -39,6 +39,11 @@ def sum_over_workers(stack: jax.Array, placement: Placement) -> jax.Array:
   return lax.psum(local, WORKER_AXIS) if placement.devices > 1 else local
 
 
+def gather_workers(stack: jax.Array, placement: Placement) -> jax.Array:
+  """[K, ...] -> [M, ...]: what all workers have, on every position."""
+  return lax.all_gather(stack, WORKER_AXIS, tiled=True) if placement.devices > 1 else stack
+
+
 class _Move(NamedTuple):
   """One permutation of device positions: position i sends its slot send[i] and stores what comes at recv[i]."""
 

@@ -18,6 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
 from fgd_jax.mixing import exchange
+from fgd_jax.mixing.codec import Codec, make_codec
 from fgd_jax.mixing.exchange import Placement
 from fgd_jax.mixing.pack import Packing
 from fgd_jax.mixing.ring import Ring
@@ -41,6 +42,7 @@ class Context(NamedTuple):
     sent: when a list, a blocking exchange only appends (mixer, tree) to it; for byte counts.
     packing: how Mix1's leaves share buffers (None: every leaf travels alone).
     ring: a mean over workers rides in the inner steps (`Mixer.during`); needs packing and one worker a slot.
+    event: number of the exchange where a round has several of one mixer (fragments); draws of stochastic codecs differ by it.
   """
 
   placement: Placement
@@ -53,18 +55,30 @@ class Context(NamedTuple):
   sent: list | None = None
   packing: Packing | None = None
   ring: Ring | None = None
+  event: Any = 0
 
   @property
   def workers(self) -> int:
     return self.placement.workers
 
+  def share(self) -> jax.Array:
+    """This worker's weight, scaled so that the mean over live workers is 1."""
+    if self.weights is None:
+      return jnp.float32(1)
+    live = jnp.where(self.alive, self.weights, 0)
+    return self.weights[self.worker] * jnp.sum(self.alive) / jnp.maximum(jnp.sum(live), 1e-30)
+
   def weigh(self, tree: PyTree) -> PyTree:
     """This worker's gradients times its share, so that a plain mean over workers is the weighted mean (DiLoCo, 2.1)."""
     if self.weights is None:
       return tree
-    live = jnp.where(self.alive, self.weights, 0)
-    scale = self.weights[self.worker] * jnp.sum(self.alive) / jnp.maximum(jnp.sum(live), 1e-30)
+    scale = self.share()
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), tree)
+
+  def key(self, seed: int, worker: Any) -> jax.Array:
+    """A random key for this worker, round and event."""
+    key = jax.random.fold_in(jax.random.key(seed), self.round)
+    return jax.random.fold_in(jax.random.fold_in(key, self.event), worker)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +86,14 @@ class Mixer:
   """Averages pytrees over workers as its topology says.
 
   `start` and `finish` act on a slot's stack (leaves [K, ...]); calling the mixer, inside a method, is the blocking use
-  on one worker's tree. `matrix`, `contraction` and `stripe_of` are the topology's.
+  on one worker's tree. `matrix`, `contraction` and `stripe_of` are the topology's. With a codec every worker compresses its
+  leaves, and what is mixed, its own included, is what the codec makes of them (`seen`), summed in float32 at least; a mean is then
+  an all-gather of the compressed leaves.
   """
 
   topology: Topology
   key: str = "mix"
+  codec: Codec | None = None
 
   def matrix(self, r: int, stripe: int | None = None, alive: Any = None) -> np.ndarray:
     """See `Topology.matrix`."""
@@ -96,20 +113,52 @@ class Mixer:
     return len(self.topology.bank) > 1
 
   def bytes_sent(self, tree: PyTree) -> float:
-    """Bytes that one worker sends for `tree` (one worker's shapes): a ring all-reduce 2(M-1)/M S, a message S each."""
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes that one worker sends for `tree` (one worker's shapes): a ring all-reduce 2(M-1)/M S, a message S each.
+
+    With a codec, S is what it makes of the leaves, and a mean is an all-gather, (M-1) S.
+    """
+    size = sum(x.size * x.dtype.itemsize if self.codec is None else self.codec.nbytes(x) for x in jax.tree.leaves(tree))
     workers = self.topology.workers
     if self.topology.bank[0].mean:
-      return 2 * (workers - 1) * size / workers
+      return float((workers - 1) * size * (1 if self.codec is not None else 2 / workers))
     return float(max(p.messages() for p in self.topology.bank) * size)
+
+  def seen(self, tree: PyTree, ctx: Context) -> PyTree:
+    """What the others get to see of one worker's tree: itself, or what the codec makes of it."""
+    if self.codec is None or self.topology.identity:
+      return tree
+    stack = self._decoded(self._encoded(jax.tree.map(lambda x: x[None], tree), ctx._replace(ids=ctx.worker[None])), tree)
+    return jax.tree.map(lambda x: x[0], stack)
+
+  def _encoded(self, stack: PyTree, ctx: Context) -> PyTree:
+    """uint8 [K, rows, width] of every leaf."""
+    codec = self.codec
+    assert codec is not None
+    leaves, treedef = jax.tree.flatten(stack)
+    if not getattr(codec, "stochastic", False):
+      return jax.tree.unflatten(treedef, [jax.vmap(codec.encode)(x) for x in leaves])
+    keys = jax.vmap(lambda worker: ctx.key(self.topology.seed, worker))(ctx.ids)
+    encode = lambda i: jax.vmap(lambda x, key: codec.encode(x, jax.random.fold_in(key, i)))
+    return jax.tree.unflatten(treedef, [encode(i)(x, keys) for i, x in enumerate(leaves)])
+
+  def _decoded(self, payload: PyTree, like: PyTree) -> PyTree:
+    """Leaves [K, ...] from uint8 [K, rows, width]; `like`: one worker's shapes and dtypes."""
+    codec = self.codec
+    assert codec is not None
+    return jax.tree.map(lambda p, x: jax.vmap(lambda row: codec.decode(row, x))(p), payload, like)
 
   def start(self, stack: PyTree, ctx: Context) -> list[Any]:
     """Launches the collectives for a stack of leaves [K, ...]; returns the raw received values, one for each buffer."""
-    leaves = _leaves(stack)
+    wire, ctx = self._wire(stack, ctx)
+    leaves = _leaves(wire)
     groups = [[leaves[i] for i in group] for group in self._groups(leaves, ctx)]
     with jax.named_scope(self.key):  # by which fgd_jax.aot tells the mixers' collectives apart
       return [self._launch(self._buffer(group, ctx), self._pattern(self.stripe_of(group[0][0]), ctx), ctx)
               for group in groups]
+
+  def _wire(self, stack: PyTree, ctx: Context) -> tuple[PyTree, Context]:
+    """The leaves as they travel, and the form in which they do: compressed leaves share a buffer."""
+    return (stack, ctx) if self.codec is None else (self._encoded(stack, ctx), ctx._replace(packing=_packing_here(), ring=None))
 
   def _buffer(self, group: list[tuple[str, jax.Array]], ctx: Context) -> jax.Array:
     """What travels for these leaves."""
@@ -121,6 +170,8 @@ class Mixer:
     return group[0][1] if len(group) == 1 or ctx.packing is None else ctx.packing.pack(group, lead=1)
 
   def _launch(self, buffer: jax.Array, pattern: Pattern, ctx: Context) -> Any:
+    if pattern.mean and self.codec is not None:
+      return exchange.gather_workers(buffer, ctx.placement)
     if pattern.mean:
       return buffer if ctx.ring is not None else exchange.sum_over_workers(buffer, ctx.placement)
     return [exchange.permute_start(buffer, source, ctx.placement, ctx.ids) for _, source in pattern.terms]
@@ -134,9 +185,10 @@ class Mixer:
 
   def finish(self, raw: list[Any], stack: PyTree, ctx: Context) -> PyTree:
     """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values."""
-    leaves = _leaves(stack)
-    patterns = [self._pattern(self.stripe_of(leaves[group[0]][0]), ctx) for group in self._groups(leaves, ctx)]
-    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, ctx)
+    wire, wired = self._wire(stack, ctx)
+    leaves = _leaves(wire)
+    patterns = [self._pattern(self.stripe_of(leaves[group[0]][0]), ctx) for group in self._groups(leaves, wired)]
+    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, wire, wired)
 
   def _assembled(self, got: Any, pattern: Pattern, ctx: Context) -> list[jax.Array]:
     """What was received for a buffer: the sum, or a stack [K, ...] for each term."""
@@ -145,15 +197,16 @@ class Mixer:
     return [exchange.permute_finish(block, source, ctx.placement, ctx.ids)
             for (_, source), block in zip(pattern.terms, got)]
 
-  def _mixed(self, received: list[list[jax.Array]], patterns: list[Pattern], stack: PyTree, ctx: Context) -> PyTree:
+  def _mixed(self, received: list[list[jax.Array]], patterns: list[Pattern], stack: PyTree, wire: PyTree, ctx: Context
+             ) -> PyTree:
     """The arithmetic behind an exchange, buffer by buffer and leaf by leaf."""
-    leaves = _leaves(stack)
+    leaves, wires = jax.tree.leaves(stack), _leaves(wire)
     mixed: list[Any] = [None] * len(leaves)
-    for group, buffers, pattern in zip(self._groups(leaves, ctx), received, patterns):
-      like = [leaves[i] for i in group]
+    for group, buffers, pattern in zip(self._groups(wires, ctx), received, patterns):
+      like = [wires[i] for i in group]
       parts = [self._unpacked(buffer, like, pattern, ctx) for buffer in buffers]
-      for k, (i, (_, x)) in enumerate(zip(group, like)):
-        mixed[i] = self._mixed_leaf([part[k] for part in parts], x, pattern, ctx)
+      for k, i in enumerate(group):
+        mixed[i] = self._mixed_leaf([part[k] for part in parts], leaves[i], wires[i][1], pattern, ctx)
     return jax.tree.unflatten(jax.tree.structure(stack), mixed)
 
   def _groups(self, leaves: list[tuple[str, Any]], ctx: Context) -> list[list[int]]:
@@ -168,29 +221,44 @@ class Mixer:
     """A received buffer, leaf by leaf."""
     if ctx.packing is None or (len(like) == 1 and not (pattern.mean and ctx.ring)):
       return [buffer]
-    return ctx.packing.unpack(buffer, like, lead=0 if pattern.mean else 1)
+    return ctx.packing.unpack(buffer, like, lead=0 if pattern.mean and self.codec is None else 1)
 
-  def _mixed_leaf(self, received: list[jax.Array], x: jax.Array, pattern: Pattern, ctx: Context) -> jax.Array:
-    """One leaf [K, ...] after the exchange."""
+  def _mixed_leaf(self, received: list[jax.Array], x: jax.Array, wire: jax.Array, pattern: Pattern, ctx: Context) -> jax.Array:
+    """One leaf [K, ...] after the exchange: x, from what was received and, with a codec, from what it sent itself."""
+    leaf, own, here = x, x, exchange.local_rows(ctx.alive, ctx.ids, x)
+    if self.codec is not None:
+      like = jax.ShapeDtypeStruct(x.shape[1:], jnp.promote_types(x.dtype, jnp.float32))
+      own = jnp.where(here, self._decoded(wire, like), x)
+      received = [self._decoded_sum(got, like) if pattern.mean else self._decoded(got, like) for got in received]
     if pattern.mean:
-      count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(x.dtype)
-      return jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), received[0] / count, x)
+      count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(received[0].dtype)
+      mean = received[0] / count if not pattern.keep else pattern.keep * own + (1 - pattern.keep) * (received[0] / count)
+      return jnp.where(here, mean.astype(x.dtype), x)
     if not pattern.terms:
       return x
     wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
-    mixed = x.astype(wide) * (1 - sum(weight for weight, _ in pattern.terms))
-    for (weight, source), other in zip(pattern.terms, received):
+    # A weight for each receiver becomes one for each row of the stack.
+    weights = [exchange.local_rows(np.asarray(weight, np.float64), ctx.ids, x).astype(wide) if isinstance(weight, tuple) else weight
+               for weight, _ in pattern.terms]
+    x = own
+    mixed = x.astype(wide) * (1 - sum(weights))
+    for weight, (_, source), other in zip(weights, pattern.terms, received):
       if self.topology.symmetric:
         active = ctx.alive & ctx.alive[jnp.asarray(source)]
       else:
         active = jnp.broadcast_to(jnp.all(ctx.alive), ctx.alive.shape)
       mixed = mixed + weight * jnp.where(exchange.local_rows(active, ctx.ids, x), other, x).astype(wide)
-    return mixed.astype(x.dtype)
+    return mixed.astype(leaf.dtype)
+
+  def _decoded_sum(self, payload: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The sum over workers, in their order on every worker, of uint8 [M, rows, width]."""
+    add = lambda total, row: (total + self.codec.decode(row, like), None)  # type: ignore[union-attr]
+    return lax.scan(add, jnp.zeros(like.shape, like.dtype), payload)[0]
 
   def __call__(self, tree: PyTree, ctx: Context) -> PyTree:
     """The blocking exchange of one worker's tree, for use inside a method."""
     if ctx.sent is not None:
-      ctx.sent.append((self, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)))
+      ctx.sent.append(self.bytes_sent(tree))
       return tree
     if self.topology.identity:
       return tree
@@ -207,7 +275,40 @@ class Mixer:
       stack = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x, (slots, *x.shape)), tree, batched[0])
       return self._mix_stack(stack, ctx._replace(**shared)), jax.tree.map(lambda _: True, tree)
 
-    return mix(tree, {"ids": ctx.ids, "alive": ctx.alive, "choices": dict(ctx.choices)})
+    return mix(tree, _shared(ctx))
+
+  def gather(self, tree: PyTree, ctx: Context) -> PyTree:
+    """All workers' trees on every worker, blocking: leaves [M, ...]; zeros for those that are not alive.
+
+    Bytes: M - 1 messages, each what the codec makes of the tree.
+    """
+    workers = self.topology.workers
+    if ctx.sent is not None:
+      size = sum(x.size * x.dtype.itemsize if self.codec is None else self.codec.nbytes(x) for x in jax.tree.leaves(tree))
+      ctx.sent.append(float((workers - 1) * size))
+      return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tree)
+    if ctx.placement.slots == 1:
+      return self._gather_stack(jax.tree.map(lambda x: x[None], tree), ctx)
+
+    @custom_vmap
+    def gather(tree, shared):
+      return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tree)  # for its shapes, as above
+
+    @gather.def_vmap
+    def _(slots, batched, tree, shared):
+      stack = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x, (slots, *x.shape)), tree, batched[0])
+      return self._gather_stack(stack, ctx._replace(**shared)), jax.tree.map(lambda _: False, tree)
+
+    return gather(tree, _shared(ctx))
+
+  def _gather_stack(self, stack: PyTree, ctx: Context) -> PyTree:
+    stack = jax.tree.map(lambda x: jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0), stack)
+    wire = stack if self.codec is None else self._encoded(stack, ctx)
+    with jax.named_scope(self.key):
+      everyone = jax.tree.map(lambda x: exchange.gather_workers(x, ctx.placement), wire)
+    if self.codec is None:
+      return everyone
+    return self._decoded(everyone, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack))
 
   def _mix_stack(self, stack: PyTree, ctx: Context) -> PyTree:
     choice = ctx.choices.get(self.key, 0)
@@ -216,8 +317,8 @@ class Mixer:
       return self.finish(self.start(stack, ctx), stack, ctx)
     # One branch a pattern, each with a transfer for each buffer and nothing else, so that programs grow little with the
     # bank: leaves share buffers, and the arithmetic stands once, behind the switch.
-    ctx = ctx._replace(packing=_packing_here())
-    leaves = _leaves(stack)
+    wire, ctx = self._wire(stack, ctx._replace(packing=_packing_here()))
+    leaves = _leaves(wire)
     groups = [[leaves[i] for i in group] for group in self._groups(leaves, ctx)]
     stripes = [self.stripe_of(group[0][0]) for group in groups]
     buffers = [self._buffer(group, ctx) for group in groups]
@@ -230,7 +331,7 @@ class Mixer:
       return [self._assembled(got, pattern, fixed) for got, pattern in zip(raw, patterns)]
 
     received = lax.switch(choice, [lambda i=i: branch(i) for i in range(len(self.topology.bank))])
-    return self._mixed(received, [self._traced(choice + stripe) for stripe in stripes], stack, ctx)
+    return self._mixed(received, [self._traced(choice + stripe) for stripe in stripes], stack, wire, ctx)
 
   def _pattern(self, stripe: int, ctx: Context) -> Pattern:
     """The pattern of this stripe in this round; on one position its sources may be traced (a gather, not a switch)."""
@@ -252,6 +353,11 @@ class Mixer:
     return Pattern(tuple((weight, row[k]) for k, (weight, _) in enumerate(bank[0].terms)))
 
 
+def _shared(ctx: Context) -> dict[str, Any]:
+  """What an exchange under vmap needs of the context besides its static parts; the same for all workers of a slot."""
+  return {"ids": ctx.ids, "alive": ctx.alive, "choices": dict(ctx.choices), "round": ctx.round, "event": ctx.event}
+
+
 def _packing_here() -> Packing | None:
   """All leaves of a dtype in one buffer, except where XLA shards them (fsdp): packing would gather them first."""
   mesh = jax.sharding.get_abstract_mesh()
@@ -264,7 +370,7 @@ def _leaves(stack: PyTree) -> list[tuple[str, jax.Array]]:
 
 
 def make(name: str | tuple[str, Mapping[str, Any]], *, workers: int, seed: int = 0, key: str = "mix",
-         **options: Any) -> Mixer:
+         codec: Any = None, **options: Any) -> Mixer:
   """A mixer over `workers` workers.
 
   Args:
@@ -272,6 +378,7 @@ def make(name: str | tuple[str, Mapping[str, Any]], *, workers: int, seed: int =
     workers: M.
     seed: of the random topologies; the draw of round r is a pure function of (seed, r).
     key: the mixer's place in a method ("mix1", "mix2").
+    codec: how leaves are compressed on the wire (`fgd_jax.mixing.codec`): a name, (name, options) or None.
     **options: of the topology (`group_size` for random_groups).
 
   Raises:
@@ -283,4 +390,4 @@ def make(name: str | tuple[str, Mapping[str, Any]], *, workers: int, seed: int =
       options = {**given, **options}
     except (TypeError, ValueError) as e:
       raise ValueError(f"Topology {name!r} must be a name or (name, options).") from e
-  return Mixer(make_topology(name, workers, seed, **options), key)
+  return Mixer(make_topology(name, workers, seed, **options), key, make_codec(codec))

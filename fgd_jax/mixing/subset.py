@@ -42,10 +42,10 @@ def embeddings_head_early_layers(n: int) -> EarlyLayers:
   return EarlyLayers(n)
 
 
-_EMBEDDING_OR_HEAD = re.compile(
+EMBEDDING_OR_HEAD = re.compile(
     r"(^|[/_.])(embed\w*|wte|wpe|tok_\w*|\w*_embed\w*|lm_head|head|unembed\w*|output_head)([/_.]|$)")
-_NUMBERED_LAYER = re.compile(r"(^|/)\w*(layers?|blocks?|h)[/_.]?(\d+)(/|$)")
-_STACKED_LAYERS = re.compile(r"(^|/)(layers|blocks|h)(/|$)")
+NUMBERED_LAYER = re.compile(r"(^|/)\w*(layers?|blocks?|h)[/_.]?(\d+)(/|$)")
+STACKED_LAYERS = re.compile(r"(^|/)(layers|blocks|h)(/|$)")
 _CALL = re.compile(r"^\s*embeddings_head_early_layers\((\d+)\)\s*$")
 
 
@@ -113,13 +113,13 @@ class Subset:
     assert self.early is not None
     found = {}
     for path in paths:
-      if numbered := _NUMBERED_LAYER.search(path):
+      if numbered := NUMBERED_LAYER.search(path):
         if int(numbered.group(3)) < self.early.n:
           found[path] = Rule(path)
-      elif _STACKED_LAYERS.search(path):
+      elif STACKED_LAYERS.search(path):
         if self.early.n:
           found[path] = Rule(path, 0, slice(0, self.early.n))
-      elif _EMBEDDING_OR_HEAD.search(path):
+      elif EMBEDDING_OR_HEAD.search(path):
         found[path] = Rule(path)
     return found
 

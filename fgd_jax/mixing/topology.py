@@ -26,25 +26,38 @@ RANDOM_GROUPS_POOL = 64  # partitions in the bank of random_groups where no bala
 
 
 class Pattern(NamedTuple):
-  """One round's mixing. Either `mean` (all workers average) or terms of (weight, source [M])."""
+  """One round's mixing. Either `mean` (all workers average) or terms of (weight, source [M]).
 
-  terms: tuple[tuple[float, Any], ...] = ()
+  A weight is a number, or one for each receiving worker (a tuple [M]). `keep`: of the mean, the share of its own value that a
+  worker keeps besides.
+  """
+
+  terms: tuple[tuple[Any, Any], ...] = ()
   mean: bool = False
+  keep: float = 0.0
 
   def matrix(self, workers: int, alive: np.ndarray | None = None, symmetric: bool = True) -> np.ndarray:
     """The float64 [M, M] matrix W of y = W x, with dropped workers as `Mixer` treats them."""
     alive = np.ones(workers, bool) if alive is None else np.asarray(alive, bool)
     if self.mean:
       both = np.outer(alive, alive)
-      return np.where(both, both / max(alive.sum(), 1), np.eye(workers) * ~alive)
+      mean = np.where(both, both / max(alive.sum(), 1), np.eye(workers) * ~alive)
+      return (1 - self.keep) * mean + self.keep * np.eye(workers)
     matrix = np.eye(workers)
     for weight, source in self.terms:
       source = np.asarray(source)
       active = alive & alive[source] if symmetric else np.full(workers, alive.all())
       rows = np.arange(workers)
-      np.add.at(matrix, (rows, rows), -weight * active)
-      np.add.at(matrix, (rows, source), weight * active)
+      np.add.at(matrix, (rows, rows), -np.asarray(weight) * active)
+      np.add.at(matrix, (rows, source), np.asarray(weight) * active)
     return matrix
+
+  def weakened(self, strength: float) -> "Pattern":
+    """The pattern whose matrix is (1 - strength) I + strength W."""
+    if self.mean:
+      return self._replace(keep=1 - strength * (1 - self.keep))
+    scaled = lambda weight: tuple(strength * w for w in weight) if isinstance(weight, tuple) else strength * weight
+    return self._replace(terms=tuple((scaled(weight), source) for weight, source in self.terms))
 
   def messages(self) -> int:
     """How many model-sized messages the busiest worker sends (0 for the mean, which is an all-reduce)."""
@@ -77,6 +90,10 @@ class Topology:
   def identity(self) -> bool:
     """Whether nothing is ever exchanged."""
     return all(not p.mean and p.messages() == 0 for p in self.bank)
+
+  def weakened(self, strength: float) -> "Topology":
+    """The topology with matrices (1 - strength) I + strength W; with W = I - Lambda, these are I - strength Lambda."""
+    return dataclasses.replace(self, bank=tuple(pattern.weakened(strength) for pattern in self.bank))
 
   @functools.cached_property
   def matrices(self) -> list[np.ndarray]:
@@ -316,12 +333,46 @@ def _striped_hypercube(m: int, seed: int) -> tuple[list[Pattern], str]:
   return [_weighted([s], 0.5) for s in _flips("striped_hypercube", m)], "cycle"
 
 
+def _two_random_pairs(m: int, seed: int, weight: float = 2 / 3) -> tuple[list[Pattern], str]:
+  """Two different matchings at once, neighbours in the circle-method bank; edges of this weight in the Laplacian."""
+  bank = _circle(m)
+  if len(bank) < 2:
+    raise ValueError(f"two_random_pairs needs at least 3 workers, got workers={m}; use random_pairs.")
+  if not 0 < weight <= 1:
+    raise ValueError(f"two_random_pairs: weight={weight!r} must be in (0, 1]; the matrix would have negative entries.")
+  return [_weighted([bank[i], bank[(i + 1) % len(bank)]], weight / 2) for i in range(len(bank))], "random"
+
+
+def _edges(m: int, seed: int, edges: Sequence[Sequence[Any]] = ()) -> tuple[list[Pattern], str]:
+  """I - Lambda for the Laplacian Lambda = 1/2 sum weight (e_i - e_j)(e_i - e_j)^T of the edges (i, j, weight).
+
+  Edges are coloured greedily, so that each term of the pattern is a matching with a weight for each pair.
+  """
+  matchings: list[dict[int, tuple[int, float]]] = []
+  for edge in edges:
+    if len(edge) != 3 or not all(isinstance(e, int) and 0 <= e < m for e in edge[:2]) or edge[0] == edge[1] or not edge[2] > 0:
+      raise ValueError(f"edges: {tuple(edge)!r} must be (i, j, weight) with two different workers from 0 to {m - 1} and a positive "
+                       "weight.")
+    i, j, weight = edge
+    free = next((k for k in matchings if i not in k and j not in k), None)
+    if free is None:
+      free = {}
+      matchings.append(free)
+    free[i], free[j] = (j, weight), (i, weight)
+  if not matchings:
+    raise ValueError("edges: give at least one edge (i, j, weight), as ('edges', {'edges': ((0, 1, 1.0), ...)}).")
+  return [Pattern(tuple((tuple(pairs[n][1] / 2 if n in pairs else 0.0 for n in range(m)),
+                         tuple(pairs[n][0] if n in pairs else n for n in range(m))) for pairs in matchings))], "fixed"
+
+
 TOPOLOGIES: dict[str, Callable[..., tuple[list[Pattern], str]]] = {
     "identity": _identity, "global": _global, "random_pairs": _random_pairs, "random_groups": _groups_topology,
     "ring": _ring, "lazy_ring": _lazy_ring, "torus": _torus, "exponential": _exponential,
     "one_peer_exponential": _one_peer_exponential, "hypercube": _hypercube, "one_peer_hypercube": _one_peer_hypercube,
-    "striped_hypercube": _striped_hypercube, "striped_pairs": _random_pairs,
+    "striped_hypercube": _striped_hypercube, "striped_pairs": _random_pairs, "two_random_pairs": _two_random_pairs,
+    "edges": _edges,
 }
+_OPTIONS = {"random_groups": "group_size", "two_random_pairs": "weight", "edges": "edges"}
 
 
 def make_topology(name: str, workers: int, seed: int = 0, **options: Any) -> Topology:
@@ -336,7 +387,8 @@ def make_topology(name: str, workers: int, seed: int = 0, **options: Any) -> Top
     raise ValueError(f"workers={workers}: at least one worker is needed.")
   if seed < 0:
     raise ValueError(f"seed={seed}: seeds of topologies are not negative.")
-  if options and set(options) - ({"group_size"} if name == "random_groups" else set()):
-    raise ValueError(f"Topology {name!r} has no option {sorted(options)}; only random_groups takes group_size.")
+  if set(options) - {_OPTIONS.get(name)}:
+    raise ValueError(f"Topology {name!r} has no option {sorted(options)}; "
+                     + ", ".join(f"{known} takes {option}" for known, option in _OPTIONS.items()) + ".")
   bank, draw = TOPOLOGIES[name](workers, seed, **options) if workers > 1 else ([Pattern()], "fixed")
   return Topology(name, workers, tuple(bank), draw, seed, striped=name.startswith("striped_"))

@@ -1,0 +1,93 @@
+"""GASLoC (arXiv 2606.11081): gossip on the points after the local steps, with accelerated (Nesterov type) momentum.
+
+Evidence: the update rule from a third party (3P), not checked against the paper, whose hyperparameters were not available.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from fgd_jax.methods.base import Method, Outer, exchanged, outer_gradient
+from fgd_jax.mixing import Mixer
+from fgd_jax.mixing.codec import make_codec
+
+
+@dataclasses.dataclass(frozen=True)
+class GASLoC(Outer):
+  """One exchange a round, over the edges of a graph with weighted Laplacian Lambda that may be drawn afresh.
+
+      y_t         = theta_t - eta Delta_t
+      "local":    theta_{t+1} = (I - alpha Lambda) y_t + gamma (y_t - y_{t-1})           (as transcribed)
+      "mixed":    theta_{t+1} = (I - alpha Lambda) (y_t + gamma (y_t - y_{t-1}))         (recovers DiLoCo on a complete graph)
+
+  with y_{-1} = theta_0. Which form is the paper's is open.
+
+  Args:
+    topology: a symmetric topology T, of which Lambda = I - T: "random_pairs" (one peer, edge weight 1), "two_random_pairs",
+      ("edges", {"edges": ((i, j, weight), ...)}) for any weighted graph, "ring", ... : a name or (name, options).
+    eta: step along the outer gradient. alpha: strength of the gossip. gamma: momentum (0: none). Defaults are ours (INF).
+    momentum_mixing: "local" or "mixed".
+    inner_steps: [H_1, ..., H_M], steps that each worker takes of a round's H; None: all.
+    codec, error_feedback: see `Outer`; only fine codecs, since parameters are sent. What a worker's own codec loses it adds back.
+  """
+
+  topology: Any = "random_pairs"
+  eta: float = 0.7
+  alpha: float = 1.0
+  gamma: float = 0.5
+  momentum_mixing: str = "local"
+  inner_steps: Sequence[int] | None = None  # type: ignore[misc]
+  mix: Any = None
+  mixers: ClassVar[tuple[str, ...]] = ("mix",)
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ("eta", "alpha", "gamma"):
+      value = getattr(self, name)
+      if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
+    if not self.gamma < 1:
+      raise ValueError(f"gamma={self.gamma!r} must be below 1; it is the momentum.")
+    if self.momentum_mixing not in ("local", "mixed"):
+      raise ValueError(f"momentum_mixing={self.momentum_mixing!r} must be 'local' or 'mixed'.")
+    for name in ("outer_lr", "outer_momentum", "outer", "outer_clip"):
+      if getattr(self, name) is not None:
+        raise ValueError(f"{name}={getattr(self, name)!r}: gasloc has its own outer step; set eta (learning rate), gamma (momentum) "
+                         "and alpha.")
+    codec = make_codec(self.codec)
+    if codec is not None and codec.name not in ("bf16", "int8"):
+      raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which gasloc sends; use 'bf16' or 'int8'.")
+    if self.topology == "random_pairs" and self.momentum_mixing == "local" and self.alpha > 2 * (1 - self.gamma**2):
+      warnings.warn(f"alpha={self.alpha} with gamma={self.gamma} is beyond the stability limit 2 (1 - gamma^2) = "
+                    f"{2 * (1 - self.gamma**2):.3f} of pair gossip: the workers may drift apart; lower one of them.", stacklevel=3)
+
+  def bind(self, workers: int, seed: int = 0) -> Method:
+    if isinstance(self.mix, Mixer):
+      return self
+    bound = dataclasses.replace(self, mix=self.topology).bind_mixers(workers, seed)
+    topology = bound.mix.topology
+    if not topology.symmetric:
+      raise ValueError(f"topology={topology.name!r} is directed; gasloc needs a symmetric one, such as random_pairs, ring or edges.")
+    if self.inner_steps is not None and len(self.inner_steps) != workers:
+      raise ValueError(f"inner_steps={list(self.inner_steps)} must hold a number of steps for each of the {workers} workers.")
+    return dataclasses.replace(bound, mix=dataclasses.replace(bound.mix, topology=topology.weakened(self.alpha)))
+
+  def init(self, z):
+    return {"y": z}
+
+  def land(self, z, w, x, ms, ctx):
+    y = jax.tree.map(lambda z, d: z - self.eta * d, z, outer_gradient(z, w, ctx))
+    momentum = jax.tree.map(lambda y, before: self.gamma * (y - before), y, ms["y"])
+    sent = jax.tree.map(jnp.add, y, momentum) if self.momentum_mixing == "mixed" else y
+    new = self.mix(sent, ctx)
+    if self.mix.codec is not None:  # add what the own codec loses, so that the mean is kept exactly
+      kept = jax.tree.map(jnp.subtract, sent, self.mix.seen(sent, ctx))
+      new = jax.tree.map(lambda n, k: n + jnp.where(ctx.alive[ctx.worker], k, 0), new, kept)
+    return new if self.momentum_mixing == "mixed" else jax.tree.map(jnp.add, new, momentum), {"y": y}
