@@ -1,111 +1,259 @@
-"""Trains several methods on several paired seeds and prints a table of held-out losses.
+"""Tunes every method, trains it on paired seeds, and writes one table, one CSV and one plot.
 
-    python benchmarks/compare_methods.py --out=runs/compare rounds=60 inner_steps=10 inner.lr=3e-3 [--seeds=1,2,3,4]
-    python benchmarks/compare_methods.py --out=runs/tune rounds=60 inner_steps=10 inner.lr=3e-3 --tune --seeds=101
+    python benchmarks/compare_methods.py --out=runs/compare [--methods=diloco,noloco] [key=value ...]
 
-Every run is a folder of `fgd_jax.train` under --out, so an interrupted comparison goes on where it stopped. With --tune,
-each method that has an outer optimizer is run with a grid of outer learning rates and momenta; the table then shows which
-was best. Writes results.csv and results.md in --out.
+Each method gets the same effort: its grid of settings (below) on the tuning seeds, then the best of them on the final seeds,
+which tuning never saw. One process trains a method with all its settings; a run is a line of METHOD.csv as soon as it is
+done, so an interrupted comparison goes on where it stopped. The CSV is results.csv, the table results.md, the plot results.png.
+Numbers of different --out folders, or settings, are not comparable.
 """
 
 import argparse
-import concurrent.futures
 import csv
+import dataclasses
+import itertools
 import json
 import os
+import runpy
 import subprocess
 import sys
-
-import numpy as np
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-METHODS = ("data_parallel", "diloco", "GlobalM1LocalM2", "GlobalM1LocalM2-subset", "LocalM1M2", "GlobalM1", "local")
-# Chosen with the second command above (held-out loss of the mean model); data_parallel and local have no outer step.
-# Tried before: 0.4 / 0.8 was worse by 0.09 for diloco and GlobalM1LocalM2; 0.7 / 0.9, on a model of two layers, by 0.28.
-TUNED: dict[str, tuple[float, float]] = {
-    "diloco": (0.4, 0.6), "GlobalM1LocalM2": (0.7, 0.5), "GlobalM1LocalM2-subset": (0.4, 0.6), "LocalM1M2": (0.4, 0.6),
-    "GlobalM1": (0.4, 0.6)}
-GRID = ((0.4, 0.6), (0.7, 0.5))
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--out", required=True, help="folder of the runs and the table")
-parser.add_argument("--config", default="configs/quickstart.py")
-parser.add_argument("--methods", default=",".join(METHODS))
-parser.add_argument("--seeds", default="1,2,3,4")
-parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one core")
-parser.add_argument("--tune", action="store_true", help="run the grid of outer learning rates and momenta")
-parser.add_argument("settings", nargs="*", help="key=value for all runs, e.g. rounds=50")
+SETTINGS = ("workers=8,inner_steps=10,rounds=24,batch_size=2,seq_len=64,inner.lr=3e-3,inner.warmup_steps=20,eval_batches=8,"
+            "eval_batch_size=16,measure_sequences=8")
 
 
-def run(out: str, config: str, method: str, outer: tuple[float, float] | None, seed: int, settings: list[str]) -> dict:
-  """One run in a process of its own; returns its summary."""
-  options = [f"method={method}", f"seed={seed}", "cpu_devices=1", "checkpoint_every=0", *settings]
-  name = f"{method}-seed{seed}"
-  if outer:
-    options += [f"method.outer_lr={outer[0]}", f"method.outer_momentum={outer[1]}"]
-    name += f"-lr{outer[0]}-mu{outer[1]}"
-  workdir = os.path.join(out, name)
-  flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"  # one core a run
-  done = subprocess.run([sys.executable, "-m", "fgd_jax.train", f"--config={config}:{','.join(options)}",
-                         f"--workdir={workdir}"], cwd=ROOT, capture_output=True, text=True,
-                        env=os.environ | {"XLA_FLAGS": flags.strip()})
-  if done.returncode:
-    print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
-    return {"method": method, "outer": outer, "seed": seed, "eval_loss": float("nan")}
-  with open(os.path.join(workdir, "summary.json")) as f:
-    summary = json.load(f)
-  print(f"{name}: {summary['eval_loss']:.4f}", flush=True)
-  keys = ("eval_loss", "eval_loss_workers", "unigram_loss", "consensus_l2", "js_distance", "bytes_overlapped",
-          "bytes_blocking", "tokens", "parameters")
-  return {"method": method, "outer": outer, "seed": seed, **{k: summary[k] for k in keys}}
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A method of the comparison: its name in the config, fixed options, and the two options that are tuned."""
+
+  method: str
+  fixed: str = ""
+  tuned: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+  def grid(self) -> list[str]:
+    """Settings as config words."""
+    names = [name for name, _ in self.tuned]
+    return [",".join(f"method.{n}={v}" for n, v in zip(names, values))
+            for values in itertools.product(*(values for _, values in self.tuned))]
 
 
-def table(rows: list[dict]) -> str:
-  """Markdown: mean and standard error over seeds, and the paired difference to DiLoCo."""
-  settings = list(dict.fromkeys((r["method"], r["outer"]) for r in rows))
-  losses = {s: {r["seed"]: r["eval_loss"] for r in rows if (r["method"], r["outer"]) == s} for s in settings}
-  diloco = next((losses[s] for s in settings if s[0] == "diloco"), {})
-  text = ["| method | outer lr / momentum | held-out loss | minus DiLoCo, paired | workers' mean | consensus L2 | "
-          "JS distance | MB overlapped | MB blocking |", "|---|---|---|---|---|---|---|---|---|"]
-  for method, outer in settings:
-    mine = [r for r in rows if (r["method"], r["outer"]) == (method, outer)]
-    mean = lambda key, mine=mine: np.mean([r[key] for r in mine if r.get(key) is not None])
-    paired = [losses[method, outer][s] - diloco[s] for s in losses[method, outer] if s in diloco]
-    text.append(f"| {method} | {f'{outer[0]} / {outer[1]}' if outer else '-'} | "
-                f"{spread([r['eval_loss'] for r in mine])} | {spread(paired, sign='+') if method != 'diloco' else ''} | "
-                f"{mean('eval_loss_workers'):.3f} | {mean('consensus_l2'):.2f} | {mean('js_distance'):.3f} | "
-                f"{mean('bytes_overlapped') / 1e6:.2f} | {mean('bytes_blocking') / 1e6:.2f} |")
+def outer(lrs=(0.4, 0.7, 1.0), momenta=(0.4, 0.7)):
+  return ("outer_lr", lrs), ("outer_momentum", momenta)
+
+
+ENTRIES = {
+    "data_parallel": Entry("data_parallel"),
+    "local": Entry("local"),
+    "diloco": Entry("diloco", "", outer()),
+    "isoloco": Entry("isoloco", "", outer((0.9, 1.8, 2.7), (0.4, 0.8))),
+    "diloco, rda": Entry("diloco", "method.aggregator=rda", outer((0.2, 0.4, 0.7))),
+    "streaming": Entry("streaming_diloco", "method.fragments=5,method.delay=1", outer()),
+    "pipelined": Entry("pipelined_diloco", "method.fragments=5", outer()),
+    "eager": Entry("eager_diloco", "", outer((0.2, 0.4, 0.7), (0.3, 0.6))),
+    "GlobalM1LocalM2": Entry("GlobalM1LocalM2", "", outer()),
+    "GlobalM1LocalM2-subset": Entry("GlobalM1LocalM2-subset", "", outer((0.3, 0.5, 0.7))),
+    "LocalM1M2": Entry("LocalM1M2", "", outer()),
+    "GlobalM1": Entry("GlobalM1", "", outer((0.2, 0.4, 0.6))),
+    "GlobalM1, recovered": Entry("GlobalM1", "method.momentum=recovered,method.retain=0.8", outer((0.3, 0.5, 0.7))),
+    "noloco": Entry("noloco", "method.gamma=0.7", (("beta", (0.5, 0.8, 1.1)), ("alpha", (0.3, 0.6)))),
+    "gasloc": Entry("gasloc", "", (("eta", (0.5, 0.8, 1.1)), ("gamma", (0.3, 0.6)))),
+}
+FIELDS = ("method", "setting", "seed", "purpose", "eval_loss", "eval_loss_workers", "consensus_l2", "js_distance",
+          "bytes_overlapped", "bytes_blocking", "tokens", "parameters", "seconds")
+
+
+# --- one method, in a process of its own --------------------------------------------------------------------------------
+
+
+def train_all(name: str, out: str, settings: str, tune: list[int], final: list[int]) -> None:
+  """Tunes and trains one method; appends a line to its CSV after every run."""
+  path = os.path.join(out, f"{name}.csv")
+  entry, rows = ENTRIES[name], read(path)
+  done = {(r["setting"], int(r["seed"])): float(r["eval_loss"]) for r in rows}
+  grid = entry.grid()
+
+  def run(setting: str, seeds: list[int], purpose: str) -> None:
+    missing = [seed for seed in seeds if (setting, seed) not in done]
+    if not missing:
+      return
+    words = ",".join(filter(None, (settings, f"method={entry.method}", entry.fixed, setting)))
+    for row in trained(words, missing, measured=purpose == "final"):
+      row |= {"method": name, "setting": setting, "purpose": purpose}
+      done[setting, row["seed"]] = row["eval_loss"]
+      append(path, row)
+      print(f"{name} {setting or '(nothing to tune)'} seed {row['seed']}: {row['eval_loss']:.4f} in {row['seconds']:.0f} s", flush=True)
+
+  if len(grid) > 1:
+    for setting in grid:
+      run(setting, tune, "tuning")
+    mean = lambda setting: sum(done[setting, seed] for seed in tune) / len(tune)
+    best = min(grid, key=lambda setting: (mean(setting) != mean(setting), mean(setting)))
+  else:
+    best = grid[0]
+  run(best, final, "final")
+
+
+def trained(words: str, seeds: list[int], measured: bool):
+  """Trains one setting on several seeds with one executable; yields a row for each; `measured`: with consensus and JS.
+
+  A seed is that of the initial parameters and of the order of the data; mixing matrices are the same for all seeds.
+  """
+  import jax
+  import numpy as np
+
+  import fgd_jax as fgd
+  from fgd_jax import config as configs
+  from fgd_jax import data, models
+  from fgd_jax import train as trainer
+
+  config = runpy.run_path(os.path.join(ROOT, "configs/quickstart.py"))["get_config"](words)
+  configs.validate(config)
+  corpus = data.load(config.data, config.seq_len, config.seed)
+  heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
+  model = models.make(configs.make_model_config(config, corpus.vocab_size))
+  probe = jax.numpy.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
+  workers = fgd.Workers(config.workers)
+  init, round_fn = fgd.build_round(configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers,
+                                   seed=config.seed, measure=("consensus", trainer.js_of(model.apply, probe)))
+  evaluate = trainer.make_evaluation(model.loss, heldout, workers)
+  for seed in seeds:
+    began = time.time()
+    state = init(jax.jit(model.init)(jax.random.key(seed)))
+    batches = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, seed)
+    for r in range(config.rounds):
+      state, metrics = round_fn(state, batches[r], measured=measured and r == config.rounds - 1)
+    metrics |= evaluate(round_fn.eval_params(state), state.params)
+    yield {"seed": seed, "eval_loss": float(metrics["eval_loss"]), "eval_loss_workers": float(metrics["eval_loss_workers"]),
+           "consensus_l2": float(np.sqrt(metrics["consensus_inner"])) if measured else "",
+           "js_distance": float(metrics["js_distance"]) if measured else "",
+           "bytes_overlapped": metrics["bytes_overlapped"], "bytes_blocking": metrics["bytes_blocking"],
+           "tokens": config.rounds * config.workers * config.inner_steps * config.batch_size * config.seq_len,
+           "parameters": sum(x[0].size for x in jax.tree.leaves(state.params)), "seconds": time.time() - began}
+
+
+# --- table and plot -------------------------------------------------------------------------------------------------------
+
+
+def read(path: str) -> list[dict[str, str]]:
+  if not os.path.exists(path):
+    return []
+  with open(path, newline="") as f:
+    return [row for row in csv.DictReader(f) if row.get("seconds")]  # a line cut short by an interruption does not count
+
+
+def append(path: str, row: dict) -> None:
+  rows = [*read(path), row]
+  with open(path + ".tmp", "w", newline="") as f:
+    writer = csv.DictWriter(f, FIELDS)
+    writer.writeheader()
+    writer.writerows(rows)
+  os.replace(path + ".tmp", path)
+
+
+def summarise(out: str, names: list[str], final: list[int]) -> str:
+  """Writes results.csv, results.md and results.png; returns the table."""
+  import numpy as np
+
+  rows = [row for name in names for row in read(os.path.join(out, f"{name}.csv"))]
+  with open(os.path.join(out, "results.csv"), "w", newline="") as f:
+    writer = csv.DictWriter(f, FIELDS)
+    writer.writeheader()
+    writer.writerows(rows)
+  kept = {name: [r for r in rows if r["method"] == name and r["purpose"] == "final" and int(r["seed"]) in final] for name in names}
+  loss = {name: {int(r["seed"]): float(r["eval_loss"]) for r in mine} for name, mine in kept.items()}
+  spread = lambda v, sign="": f"{np.mean(v):{sign}.3f} ± {np.std(v, ddof=1) / np.sqrt(len(v)):.3f}" if len(v) > 1 else ""
+  head = ("method", "tuned", "held-out loss", "minus DiLoCo, paired", "workers' mean", "consensus L2", "JS", "MB overlapped",
+          "MB blocking")
+  text, points = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)], []
+  for name, mine in kept.items():
+    if not mine:
+      continue
+    paired = [loss[name][s] - loss["diloco"][s] for s in loss[name] if s in loss.get("diloco", {})]
+    mean = lambda key, mine=mine: float(np.mean([float(r[key]) for r in mine]))
+    tuned = mine[0]["setting"].replace("method.", "").replace("outer_", "").replace(",", ", ") or "-"
+    text.append("| " + " | ".join([
+        name, tuned, spread(list(loss[name].values())), "" if name == "diloco" else spread(paired, "+"),
+        f"{mean('eval_loss_workers'):.3f}", f"{mean('consensus_l2'):.2f}", f"{mean('js_distance'):.3f}",
+        f"{mean('bytes_overlapped') / 1e6:.2f}", f"{mean('bytes_blocking') / 1e6:.2f}"]) + " |")
+    points.append((name, mean("bytes_blocking") / 1e6, mean("bytes_overlapped") / 1e6, list(loss[name].values())))
+  with open(os.path.join(out, "results.md"), "w") as f:
+    f.write("\n".join(text) + "\n")
+  if points:
+    plot(os.path.join(out, "results.png"), points)
   return "\n".join(text)
 
 
-def spread(values: list[float], sign: str = "") -> str:
-  """Mean and standard error."""
-  if not values:
-    return ""
-  error = f" ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}" if len(values) > 1 else ""
-  return f"{np.mean(values):{sign}.3f}{error}"
+def plot(path: str, points: list) -> None:
+  """Held-out loss of every method (mean and seeds), and its bytes."""
+  from matplotlib.figure import Figure
+
+  points = sorted(points, key=lambda p: sum(p[3]) / len(p[3]))
+  figure = Figure(figsize=(11, 0.34 * len(points) + 1.6), layout="constrained")
+  left, right = figure.subplots(1, 2, sharey=True)
+  for y, (_, blocking, overlapped, losses) in enumerate(points):
+    left.plot(losses, [y] * len(losses), "o", color="0.7", ms=4)
+    left.plot([sum(losses) / len(losses)], [y], "D", color="C0", ms=6)
+    right.barh(y, blocking, color="C3", label="blocking" if y == 0 else None)
+    right.barh(y, overlapped, left=blocking, color="C2", label="overlapped" if y == 0 else None)
+  left.set_yticks(range(len(points)), [p[0] for p in points])
+  left.invert_yaxis()
+  left.set_xlabel("held-out loss, nats per byte (mean, and every seed)")
+  right.set_xlabel("MB that a worker sends in a round")
+  right.legend()
+  for axes in (left, right):
+    axes.grid(axis="x", alpha=0.3)
+  figure.savefig(path, dpi=120)
 
 
 def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--out", required=True, help="folder of the table; the same folder resumes")
+  parser.add_argument("--methods", default="", help="names joined by ';' (default: all): " + "; ".join(ENTRIES))
+  parser.add_argument("--tune-seeds", default="101,102")
+  parser.add_argument("--seeds", default="1,2,3,4")
+  parser.add_argument("--jobs", type=int, default=2, help="methods at a time, each on one core")
+  parser.add_argument("--one", help=argparse.SUPPRESS)
+  parser.add_argument("settings", nargs="*", help="key=value for all runs, besides " + SETTINGS)
   args = parser.parse_args()
+  names = [n for n in args.methods.split(";") if n] or list(ENTRIES)
+  if unknown := [n for n in names if n not in ENTRIES]:
+    parser.error(f"--methods: {unknown[0]!r} is none of {'; '.join(ENTRIES)}.")
+  tune, final = ([int(s) for s in seeds.split(",")] for seeds in (args.tune_seeds, args.seeds))
+  if set(tune) & set(final):
+    parser.error(f"--seeds and --tune-seeds share {sorted(set(tune) & set(final))}; final seeds must be fresh.")
   os.makedirs(args.out, exist_ok=True)
-  jobs = []
-  for seed in [int(s) for s in args.seeds.split(",")]:
-    for method in args.methods.split(","):
-      has_outer = method not in ("data_parallel", "local")
-      grid = GRID if args.tune and has_outer else [TUNED.get(method)]
-      jobs += [(args.out, args.config, method, outer, seed, args.settings) for outer in grid]
-  with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-    rows = list(pool.map(lambda job: run(*job), jobs))
-  fields = list(dict.fromkeys(key for row in rows for key in row))
-  with open(os.path.join(args.out, "results.csv"), "w", newline="") as f:
-    writer = csv.DictWriter(f, fields)
-    writer.writeheader()
-    writer.writerows(rows)
-  text = table(rows)
-  with open(os.path.join(args.out, "results.md"), "w") as f:
-    f.write(text + "\n")
-  print("\n" + text)
+  settings = ",".join([SETTINGS, *args.settings])
+  refuse_other_settings(os.path.join(args.out, "settings.json"), settings, parser)
+  if args.one:
+    return train_all(args.one, args.out, settings, tune, final)
+  waiting, running, failed = list(names), {}, []
+  while waiting or running:
+    while waiting and len(running) < args.jobs:
+      name = waiting.pop(0)
+      flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+      running[name] = subprocess.Popen([sys.executable, os.path.abspath(__file__), f"--one={name}", *sys.argv[1:]],
+                                       env=os.environ | {"XLA_FLAGS": flags.strip()})
+    for name, process in list(running.items()):
+      if process.poll() is not None:
+        running.pop(name)
+        failed += [name] if process.returncode else []
+    time.sleep(0.5)
+  print("\n" + summarise(args.out, names, final))
+  if failed:
+    sys.exit(f"Failed: {', '.join(failed)}; the same command tries them again.")
+
+
+def refuse_other_settings(path: str, settings: str, parser: argparse.ArgumentParser) -> None:
+  """A folder holds runs of one setting."""
+  if os.path.exists(path):
+    with open(path) as f:
+      if json.load(f) != settings:
+        parser.error(f"{os.path.dirname(path)} holds runs with other settings; choose another --out.")
+  else:
+    with open(path, "w") as f:
+      json.dump(settings, f)
 
 
 if __name__ == "__main__":

@@ -78,14 +78,38 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.inner.clip = 1.0               # global norm of a worker's gradient (0: no clipping)
 
   c.method = config_dict.ConfigDict()  # name and options; options that are None keep the method's default
-  c.method.name = "GlobalM1LocalM2"  # data_parallel | local | diloco | fgd | a preset of fgd
+  c.method.name = "GlobalM1LocalM2"  # see README's table of methods
   c.method.outer_lr = placeholder(float)
   c.method.outer_momentum = placeholder(float)
+  c.method.outer_clip = placeholder(float)  # greatest norm of the outer gradient
+  c.method.codec = placeholder(str)  # none | bf16 | int8 | int4 | e3m0 | topk, with options "e3m0:stochastic=true"
+  c.method.error_feedback = placeholder(bool)  # add what the codec lost to the next outer gradient; None: for topk
   c.method.nesterov = placeholder(bool)  # diloco: False is heavy-ball momentum
+  c.method.aggregator = placeholder(str)  # diloco, isoloco: mean | iso_c | iso_cts | ties | dare | tsv_m | task_arithmetic |
+                                          # rda, with options "ties:drop=0.2"
   c.method.mix1 = placeholder(str)  # fgd: topology of Mix1, "random_groups:group_size=2" with options
   c.method.mix2 = placeholder(str)  # fgd: topology of Mix2
   c.method.subset = placeholder(str)  # fgd: what Mix2 covers: a regular expression, or "embeddings_head_early_layers(2)"
   c.method.mix_outer_state = placeholder(str)  # fgd: none | mix1
+  c.method.momentum = placeholder(str)  # fgd: local | recovered
+  c.method.retain = placeholder(float)  # fgd with recovered momentum: share of the spread that is kept
+  c.method.fragments = placeholder(int)  # streaming_diloco, pipelined_diloco: P, divides inner_steps
+  c.method.fragment_patterns = placeholder(str)  # or patterns of paths, "embed;layers_[01];." (the first that matches)
+  c.method.order = placeholder(str)  # of fragments: strided | sequential layers, or flat ranges
+  c.method.ends = placeholder(str)  # what is outside the layers: own | joined fragment
+  c.method.delay = placeholder(int)  # streaming_diloco: inner steps in flight; eager_diloco: rounds
+  c.method.blend = placeholder(float)  # streaming_diloco, pipelined_diloco: weight of the local value on arrival
+  c.method.landing = placeholder(str)  # pipelined_diloco: add | blend
+  c.method.guess = placeholder(str)  # pipelined_diloco: continue | own
+  c.method.group_size = placeholder(int)  # noloco
+  c.method.alpha = placeholder(float)  # noloco: momentum; gasloc: strength of the gossip
+  c.method.beta = placeholder(float)  # noloco: step along the mean progress
+  c.method.gamma = placeholder(float)  # noloco: pull towards the group's mean; gasloc: momentum
+  c.method.force = placeholder(bool)  # noloco: accept an unstable gamma
+  c.method.topology = placeholder(str)  # gasloc: "random_pairs", "two_random_pairs:weight=0.5", "ring", ...
+  c.method.eta = placeholder(float)  # gasloc: step along the outer gradient
+  c.method.momentum_mixing = placeholder(str)  # gasloc: local | mixed
+  c.method.inner_steps = placeholder(str)  # gasloc: steps of each worker, "20;20;10;5"
 
   c.lock()
   if arg:

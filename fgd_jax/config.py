@@ -126,7 +126,12 @@ def validate(config: ConfigDict) -> None:
   if config.overlap.form not in overlap.FORMS:
     raise ValueError(f"overlap.form={config.overlap.form!r} must be one of {', '.join(overlap.FORMS)}.")
   profiled_rounds(config)
-  make_method(config).bind(config.workers, config.seed)
+  method = make_method(config).bind(config.workers, config.seed)
+  if isinstance(method, methods.Fragmented):
+    method.check_steps(config.inner_steps)
+  if method.inner_steps is not None and max(method.inner_steps) > config.inner_steps:
+    raise ValueError(f"method.inner_steps={list(method.inner_steps)} exceeds inner_steps={config.inner_steps}, the steps of a round; "
+                     "lower it.")
 
 
 def profiled_rounds(config: ConfigDict) -> range:
@@ -167,23 +172,44 @@ def make_method(config: ConfigDict) -> methods.Method:
     ValueError: an option that the method does not have, or an impossible value.
   """
   options = {k: v for k, v in config.method.items() if k != "name" and v is not None}
-  for field in ("mix1", "mix2"):
+  for field in ("mix1", "mix2", "topology", "codec"):
     if field in options:
-      options[field] = _topology(options[field])
+      options[field] = _with_options(f"method.{field}", options[field])
+  if "aggregator" in options and not isinstance(named := _with_options("method.aggregator", options["aggregator"]), str):
+    options["aggregator"], options["aggregator_options"] = named
+  if "inner_steps" in options:
+    try:
+      options["inner_steps"] = tuple(int(n) for n in options["inner_steps"].split(";"))
+    except ValueError as e:
+      raise ValueError(f"method.inner_steps={options['inner_steps']!r} must be numbers of steps joined by ';'.") from e
+  if "fragment_patterns" in options:
+    if "fragments" in options:
+      raise ValueError("method.fragments and method.fragment_patterns say the same; give one of them.")
+    options["fragments"] = options.pop("fragment_patterns").split(";")
   try:
     return methods.make(config.method.name, **options)
   except ValueError as e:
     raise ValueError(f"method: {e}") from e
 
 
-def _topology(text: str) -> Any:
+def _with_options(key: str, text: str) -> Any:
   """ "random_groups:group_size=2" -> ("random_groups", {"group_size": 2})."""
   name, _, rest = text.partition(":")
   try:
-    options = {k.strip(): int(v) for k, v in (word.split("=") for word in filter(None, rest.split(",")))}
+    options = {k.strip(): _value(v.strip()) for k, v in (word.split("=") for word in filter(None, rest.split(",")))}
   except ValueError as e:
-    raise ValueError(f"method: topology {text!r} must be a name, or name:option=integer.") from e
+    raise ValueError(f"{key}={text!r} must be a name, or name:option=value.") from e
   return (name, options) if options else name
+
+
+def _value(text: str) -> Any:
+  """A number, truth value or word."""
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      pass
+  return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def make_schedule(config: ConfigDict) -> optax.Schedule:
