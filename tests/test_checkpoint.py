@@ -15,7 +15,14 @@ from fgd_jax.checkpoint import Checkpoints
 from fgd_jax.default_config import get_config
 
 M, H = 4, 2
-METHODS = [name for name in [*fgd.methods.METHODS, *fgd.methods.PRESETS] if name != "fgd"]
+# Every method, and states of their own: fragments in flight over the end of a round, earlier outer gradients, errors.
+OPTIONS = {"streaming_diloco": {"fragments": 2, "order": "flat", "delay": 1}, "pipelined_diloco": {"fragments": 2},
+           "eager_diloco": {"delay": 2}, "isoloco": {"aggregator_options": {"exclude": "embed"}}}
+VARIANTS = {"diloco, topk": ("diloco", {"codec": "topk"}), "GlobalM1, int4": ("GlobalM1", {"codec": "int4"}),
+            "GlobalM1, recovered": ("GlobalM1", {"momentum": "recovered"}), "diloco, dare": ("diloco", {"aggregator": "dare"}),
+            "pipelined, e3m0": ("pipelined_diloco", {"fragments": 1, "guess": "own", "error_feedback": True,
+                                                     "codec": ("e3m0", {"stochastic": True})})}
+METHODS = [name for name in [*fgd.methods.METHODS, *fgd.methods.PRESETS, *VARIANTS] if name != "fgd"]
 PARAMS = {"embed": jnp.full((4, 3), 0.3), "layers_0": {"b": jnp.arange(3.0)}, "layers_1": {"b": jnp.ones((3, 1))}}
 
 
@@ -26,7 +33,8 @@ def loss(params, batch, rng):
 
 def build(name, mesh_size=None, **options):
   mesh = None if mesh_size is None else jax.make_mesh((mesh_size,), ("worker",))
-  return fgd.build_round(fgd.methods.make(name, **options), loss, optax.adamw(1e-2), workers=fgd.Workers(M, mesh))
+  base, fixed = VARIANTS.get(name, (name, OPTIONS.get(name, {})))
+  return fgd.build_round(fgd.methods.make(base, **{**fixed, **options}), loss, optax.adamw(1e-2), workers=fgd.Workers(M, mesh))
 
 
 def batch_iterator():

@@ -75,14 +75,12 @@ def test_error_feedback_telescopes(x64, codec):
   assert np.abs(error).max() < 3 * 0.2 * np.abs(slopes).max()  # bounded, while the sum of gradients grows
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name, options", [("diloco", {"error_feedback": True}), ("GlobalM1LocalM2", {}), ("eager_diloco", {}),
-                                           ("noloco", {"group_size": 4}), ("diloco", {"aggregator": "ties"}),
-                                           ("pipelined_diloco", {"fragments": 2})])
-def test_placements_agree(x64, name, options, codec, devices):
-  if devices == 4 and not (codec == "e3m0" or name == "GlobalM1LocalM2"):
-    pytest.skip("two devices show it")
+@pytest.mark.parametrize("name, codec, devices, options", [
+    ("diloco", ("e3m0", {"stochastic": True}), 2, {"error_feedback": True}), ("diloco", "topk", 4, {}),
+    ("GlobalM1LocalM2", "int4", 2, {}), ("GlobalM1LocalM2", "bf16", 4, {}), ("LocalM1M2", "int8", 4, {}), ("eager_diloco", "topk", 2, {}),
+    ("noloco", "int8", 4, {"group_size": 4}), ("diloco", "int8", 2, {"aggregator": "ties"}), ("pipelined_diloco", "e3m0", 2,
+                                                                                             {"fragments": 2})])
+def test_placements_agree(x64, name, codec, devices, options):
   batches = data(4, 2, steps=4)
   results = []
   for n in (1, devices):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import references as ref
-from test_methods import H, INNER, START, assert_same, data, gradient, least_squares, mean, train
+from test_methods import INNER, START, H, assert_same, data, gradient, least_squares, mean, train
 
 import fgd_jax as fgd
 

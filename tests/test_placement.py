@@ -23,6 +23,9 @@ METHODS = {
     "one_peer": lambda: fgd.methods.make("fgd", mix1="one_peer_exponential", mix2="one_peer_hypercube"),
     "striped_hypercube": lambda: fgd.methods.make("fgd", mix1="striped_hypercube", mix2="striped_hypercube"),
     "random_groups": lambda: fgd.methods.make("fgd", mix1="global", mix2=("random_groups", {"group_size": 4})),
+    "streaming": lambda: fgd.methods.make("streaming_diloco", fragments=3, order="flat", delay=1),
+    "noloco": lambda: fgd.methods.make("noloco", group_size=4),
+    "gasloc": lambda: fgd.methods.make("gasloc", topology="two_random_pairs", inner_steps=(3, 3, 2, 1, 3, 0, 3, 3)),
 }
 
 

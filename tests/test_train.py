@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from fgd_jax import config as configs
 from fgd_jax import train as trainer
 from fgd_jax.default_config import get_config
 
@@ -83,6 +85,36 @@ def test_run_folder_has_all_keys(finished):
   assert open(os.path.join(workdir, "curves.png"), "rb").read(8) == b"\x89PNG\r\n\x1a\n"
   assert glob.glob(os.path.join(workdir, "tensorboard", "events*"))
   assert os.path.isdir(os.path.join(workdir, "checkpoints", "4"))
+
+
+@pytest.mark.parametrize("name", ["streaming_diloco", "pipelined_diloco", "eager_diloco", "noloco", "gasloc", "isoloco"])
+def test_methods_train_by_their_name(name, tmp_path):
+  """configs/quickstart.py:method=NAME, on a small model; what it evaluates is finite and better than nothing."""
+  config = runpy.run_path(os.path.join(ROOT, "configs", "quickstart.py"))["get_config"](
+      TINY + f",method={name},inner_steps=4,rounds=2,inner.lr=1e-2,measure_every=0,checkpoint_every=0,mesh.worker=1")
+  summary = trainer.train(config, str(tmp_path / "run"))
+  assert 0 < summary["eval_loss"] < np.log(64) + 0.5 and summary["method"] == name
+  assert summary["bytes_overlapped"] + summary["bytes_blocking"] > 0
+
+
+def test_options_with_options_reach_the_method(tmp_path):
+  config = get_config(TINY + ",method=diloco,method.codec=e3m0:stochastic=true")
+  config.method.aggregator = "ties:drop=0.25"
+  method = configs.make_method(config)
+  assert method.aggregator == "ties" and method.aggregator_options == {"drop": 0.25}
+  assert method.codec == ("e3m0", {"stochastic": True})
+  patterns = configs.make_method(get_config(TINY + ",method=streaming_diloco,method.fragment_patterns=embed;."))
+  assert patterns.fragments == ["embed", "."]
+  uneven = configs.make_method(get_config(TINY + ",method=gasloc,method.inner_steps=2;1;2;2"))
+  assert uneven.inner_steps == (2, 1, 2, 2)
+  for words, message in ((",method=streaming_diloco,method.fragments=3", "fragments=3 must divide"),
+                         (",method=gasloc,method.inner_steps=2;3;2;2", "exceeds inner_steps=2"),
+                         (",method=gasloc,method.inner_steps=2;x", "joined by ';'"),
+                         (",method=noloco,method.alpha=0.9", "stability limit"),
+                         (",method=diloco,method.codec=int9", "int9"),
+                         (",method=diloco,method.delay=1", "no option 'delay'")):
+    with pytest.raises(ValueError, match=message):
+      configs.validate(get_config(TINY + words))
 
 
 def test_profile_of_chosen_rounds(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Outer, exchanged, outer_gradient, outer_step
+from fgd_jax.methods.base import Outer, exchanged, outer_step
 from fgd_jax.outer.merge import Aggregator, make_aggregator
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Method, Outer, exchanged, outer_gradient
+from fgd_jax.methods.base import Method, Outer, outer_gradient
 from fgd_jax.mixing import Mixer
 from fgd_jax.mixing.codec import make_codec
 
