@@ -4,8 +4,8 @@
 
 Each method gets the same effort: its grid of settings (below) on the tuning seeds, then the best of them on the final seeds,
 which tuning never saw. One process trains a method with all its settings; a run is a line of METHOD.csv as soon as it is
-done, so an interrupted comparison goes on where it stopped. The CSV is results.csv, the table results.md, the plot results.png.
-Numbers of different --out folders, or settings, are not comparable.
+done, so an interrupted comparison goes on where it stopped. The CSV is results.csv, the table results.md, the plot
+results.png. Numbers of different --out folders, or settings, are not comparable.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def train_all(name: str, out: str, settings: str, tune: list[int], final: list[i
       row |= {"method": name, "setting": setting, "purpose": purpose}
       done[setting, row["seed"]] = row["eval_loss"]
       append(path, row)
-      print(f"{name} {setting or '(nothing to tune)'} seed {row['seed']}: {row['eval_loss']:.4f} in {row['seconds']:.0f} s", flush=True)
+      print(f"{name} {setting or '(nothing to tune)'} seed {row['seed']}: {row['eval_loss']:.4f} in {row['seconds']:.0f} s",
+            flush=True)
 
   if len(grid) > 1:
     for setting in grid:
@@ -115,8 +116,9 @@ def trained(words: str, seeds: list[int], measured: bool):
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
   probe = jax.numpy.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
   workers = fgd.Workers(config.workers)
-  init, round_fn = fgd.build_round(configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers,
-                                   seed=config.seed, measure=("consensus", trainer.js_of(model.apply, probe)))
+  init, round_fn = fgd.build_round(
+      configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
+      measure=("consensus", trainer.js_of(model.apply, probe)))
   evaluate = trainer.make_evaluation(model.loss, heldout, workers)
   for seed in seeds:
     began = time.time()
@@ -161,7 +163,8 @@ def summarise(out: str, names: list[str], final: list[int]) -> str:
     writer = csv.DictWriter(f, FIELDS)
     writer.writeheader()
     writer.writerows(rows)
-  kept = {name: [r for r in rows if r["method"] == name and r["purpose"] == "final" and int(r["seed"]) in final] for name in names}
+  chosen = [r for r in rows if r["purpose"] == "final" and int(r["seed"]) in final]
+  kept = {name: [r for r in chosen if r["method"] == name] for name in names}
   loss = {name: {int(r["seed"]): float(r["eval_loss"]) for r in mine} for name, mine in kept.items()}
   spread = lambda v, sign="": f"{np.mean(v):{sign}.3f} ± {np.std(v, ddof=1) / np.sqrt(len(v)):.3f}" if len(v) > 1 else ""
   head = ("method", "tuned", "held-out loss", "minus DiLoCo, paired", "workers' mean", "consensus L2", "JS", "MB overlapped",

@@ -13,11 +13,11 @@ Unit of the first columns: one copy of the parameters, a device's shard of them 
     grads      one, two with accumulation                      send      packed forms: the buffer that is sent
 
 The baseline, plain AdamW, is the method `local`: z, moments and grads, with w in z's place. The ring form works in its one
-buffer. The compiler: arguments + outputs + temporaries - donated + code = reserved, what the device must have free; `peak` is
-the most that is in use at one time, by the compiler's own account, and the rest of the reservation is lost between buffers of
-different sizes and lifetimes. `donated` must cover the state, that is z + moments + momentum. `activations` is the peak
-without all copies; `over AdamW` is the peak less the peak of `local`, in copies, to be at most 3 (w, momentum, raw), and one
-more where a buffer is packed; `reserved over` is the same of the reservation.
+buffer. The compiler: arguments + outputs + temporaries - donated + code = reserved, what the device must have free; `peak`
+is the most that is in use at one time, by the compiler's own account, and the rest of the reservation is lost between
+buffers of different sizes and lifetimes. `donated` must cover the state, that is z + moments + momentum. `activations` is
+the peak without all copies; `over AdamW` is the peak less the peak of `local`, in copies, to be at most 3 (w, momentum,
+raw), and one more where a buffer is packed; `reserved over` is the same of the reservation.
 """
 
 from __future__ import annotations

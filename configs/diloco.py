@@ -1,7 +1,8 @@
 """DiLoCo's main run (arXiv 2311.08105): 150M parameters on C4, M = 8, H = 500, outer Nesterov 0.7 / 0.9.
 
-The width of the feed-forward layers is not given (ours: 4 x dim in SwiGLU's two thirds). The paper pre-trains 24k steps with data
-parallelism before; here the 128 rounds start from scratch. Data: C4 or any text prepared with `python -m fgd_jax.data.tokenize`.
+The width of the feed-forward layers is not given (ours: 4 x dim in SwiGLU's two thirds). The paper pre-trains 24k steps with
+data parallelism before; here the 128 rounds start from scratch. Data: C4 or any text prepared with `python -m
+fgd_jax.data.tokenize`.
 """
 
 from fgd_jax.config import apply_variant

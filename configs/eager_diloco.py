@@ -1,4 +1,4 @@
-"""Eager updates' 500M run (arXiv 2502.12996): M = 2, H = 30, outer learning rate 0.4, FP4 (E3M0) outer gradients, one round of delay."""
+"""Eager updates' 500M run (arXiv 2502.12996): M = 2, H = 30, outer lr 0.4, E3M0 outer gradients, one round of delay."""
 
 from fgd_jax.config import apply_variant
 from fgd_jax.default_config import get_config as default

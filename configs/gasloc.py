@@ -1,4 +1,4 @@
-"""GASLoC (arXiv 2606.11081) in the shape of NoLoCo's 125M run: the paper's hyperparameters were not available, all values are ours."""
+"""GASLoC (arXiv 2606.11081) in the shape of NoLoCo's 125M run; its own values were not available, all here are ours."""
 
 from fgd_jax.config import apply_variant
 from fgd_jax.default_config import get_config as default

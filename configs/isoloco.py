@@ -1,8 +1,8 @@
-"""IsoLoCo's 178M run (arXiv 2607.03011, the authors' configuration): M = 8, H = 30, 3.55B tokens, inner 1.38e-3, outer 1.8 / 0.8.
+"""IsoLoCo's 178M run (arXiv 2607.03011, the authors' configuration): M = 8, H = 30, 3.55B tokens, outer 1.8 / 0.8.
 
 `:method=diloco,method.outer_lr=0.7,method.outer_momentum=0.9` is their DiLoCo baseline; the merging rules of their sweep are
-`method=diloco` with method.aggregator=ties (0.7, momentum 0), dare (1.5), tsv_m (0.6), all at inner.lr=2.76e-3, and iso_c (2.1),
-iso_cts (3.1) at 3.91e-3.
+`method=diloco` with method.aggregator=ties (0.7, momentum 0), dare (1.5), tsv_m (0.6), all at inner.lr=2.76e-3, and iso_c
+(2.1), iso_cts (3.1) at 3.91e-3.
 """
 
 from fgd_jax.config import apply_variant

@@ -1,6 +1,7 @@
-"""NoLoCo's 125M run (arXiv 2506.10911, values of the authors' code): H = 50, pairs, beta = gamma = 0.7, alpha = 0.5, 25,000 steps.
+"""NoLoCo's 125M run (arXiv 2506.10911, values of the authors' code): H = 50, pairs, beta = gamma = 0.7, alpha = 0.5.
 
-Without the random pipeline routing of the paper. M = 8 is one of its data-parallel degrees (4 to 16); the batch is ours.
+25,000 steps, without the random pipeline routing of the paper. M = 8 is one of its data-parallel
+degrees (4 to 16); the batch is ours.
 """
 
 from fgd_jax.config import apply_variant

@@ -1,4 +1,4 @@
-"""Pipelined DiLoCo (ours) at the quickstart's size, M = 8, H = 20: ten flat fragments, one always in flight, nothing blocks."""
+"""Pipelined DiLoCo (ours) at the quickstart's size, M = 8, H = 20: ten flat fragments, one always in flight."""
 
 from fgd_jax.config import apply_variant
 from fgd_jax.default_config import get_config as default

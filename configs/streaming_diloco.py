@@ -1,7 +1,8 @@
 """Streaming DiLoCo's 500M run (arXiv 2501.18512): M = 2, H = 30, strided fragments of 3 layers, delay 1, blend 0.5, E3M0.
 
-18 layers in 6 fragments, which the embedding and the head join so that 6 divides H (the paper gives them a fragment of their own,
-which `method.ends=own,method.fragments=7` with an inner_steps that 7 divides is). The blocks and the rounding of E3M0 are ours.
+18 layers in 6 fragments, which the embedding and the head join so that 6 divides H (the paper gives them a fragment of their
+own, which `method.ends=own,method.fragments=7` with an inner_steps that 7 divides is). The blocks and the rounding of E3M0
+are ours.
 """
 
 from fgd_jax.config import apply_variant

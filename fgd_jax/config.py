@@ -130,8 +130,8 @@ def validate(config: ConfigDict) -> None:
   if isinstance(method, methods.Fragmented):
     method.check_steps(config.inner_steps)
   if method.inner_steps is not None and max(method.inner_steps) > config.inner_steps:
-    raise ValueError(f"method.inner_steps={list(method.inner_steps)} exceeds inner_steps={config.inner_steps}, the steps of a round; "
-                     "lower it.")
+    raise ValueError(f"method.inner_steps={list(method.inner_steps)} exceeds inner_steps={config.inner_steps}, the steps of "
+                     "a round; lower it.")
 
 
 def profiled_rounds(config: ConfigDict) -> range:

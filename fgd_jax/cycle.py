@@ -111,7 +111,8 @@ class Cycle:
         z, opt, rest_loss, rest_aux, _ = self._steps(z, opt, late, None, first + self.delay)
         loss, aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), (loss, aux), (rest_loss, rest_aux))
       before = z
-    updated = jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), position, axis=1), ms[g], fs)
+    write = lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), position, axis=1)
+    updated = jax.tree.map(write, ms[g], fs)
     return (z, opt, (*ms[:g], updated, *ms[g + 1:])), before, (loss, aux)
 
   def _landed(self, parts, z, part, x, fs, memo, sent, due, ctx, p, group):
@@ -131,7 +132,8 @@ class Cycle:
     put = lambda z, part: narrowed(parts.put(widened(z), p, part, group), z)
     z = self.workers.each(put, z, part)
     if "rounding" in fs:
-      fs = {**fs, "rounding": jax.tree.map(jnp.subtract, part, self.workers.each(lambda z: parts.take(widened(z), p, group), z))}
+      kept = self.workers.each(lambda z: parts.take(widened(z), p, group), z)
+      fs = {**fs, "rounding": jax.tree.map(jnp.subtract, part, kept)}
     return z, fs
 
   def _each(self, f: Callable, *args: Any) -> Any:

@@ -58,7 +58,7 @@ class State(NamedTuple):
 
 
 class Originals(NamedTuple):
-  """The method state where parameters are narrower than float32: an outer update below half of their last digit would vanish.
+  """The method state where parameters are narrower than float32, so that small outer updates do not vanish in rounding.
 
   Attributes:
     method: the method's own state.
@@ -255,7 +255,7 @@ class Round:
     return self._traffic[key]
 
   def launched(self, params: PyTree) -> PyTree:
-    """Shapes of what one worker hands to Mix1 in a round, for one worker's `params`; None where nothing or fragments travel."""
+    """Shapes of what a worker with `params` hands to Mix1 in a round; None where nothing travels, or fragments do."""
     if self.method.overlapped is None or isinstance(self.method, Fragmented):
       return None
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

@@ -19,7 +19,8 @@ M, H = 4, 2
 OPTIONS = {"streaming_diloco": {"fragments": 2, "order": "flat", "delay": 1}, "pipelined_diloco": {"fragments": 2},
            "eager_diloco": {"delay": 2}, "isoloco": {"aggregator_options": {"exclude": "embed"}}}
 VARIANTS = {"diloco, topk": ("diloco", {"codec": "topk"}), "GlobalM1, int4": ("GlobalM1", {"codec": "int4"}),
-            "GlobalM1, recovered": ("GlobalM1", {"momentum": "recovered"}), "diloco, dare": ("diloco", {"aggregator": "dare"}),
+            "GlobalM1, recovered": ("GlobalM1", {"momentum": "recovered"}),
+            "diloco, dare": ("diloco", {"aggregator": "dare"}),
             "pipelined, e3m0": ("pipelined_diloco", {"fragments": 1, "guess": "own", "error_feedback": True,
                                                      "codec": ("e3m0", {"stochastic": True})})}
 METHODS = [name for name in [*fgd.methods.METHODS, *fgd.methods.PRESETS, *VARIANTS] if name != "fgd"]
@@ -34,7 +35,8 @@ def loss(params, batch, rng):
 def build(name, mesh_size=None, **options):
   mesh = None if mesh_size is None else jax.make_mesh((mesh_size,), ("worker",))
   base, fixed = VARIANTS.get(name, (name, OPTIONS.get(name, {})))
-  return fgd.build_round(fgd.methods.make(base, **{**fixed, **options}), loss, optax.adamw(1e-2), workers=fgd.Workers(M, mesh))
+  method = fgd.methods.make(base, **{**fixed, **options})
+  return fgd.build_round(method, loss, optax.adamw(1e-2), workers=fgd.Workers(M, mesh))
 
 
 def batch_iterator():

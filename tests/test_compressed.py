@@ -76,10 +76,16 @@ def test_error_feedback_telescopes(x64, codec):
 
 
 @pytest.mark.parametrize("name, codec, devices, options", [
-    ("diloco", ("e3m0", {"stochastic": True}), 2, {"error_feedback": True}), ("diloco", "topk", 4, {}),
-    ("GlobalM1LocalM2", "int4", 2, {}), ("GlobalM1LocalM2", "bf16", 4, {}), ("LocalM1M2", "int8", 4, {}), ("eager_diloco", "topk", 2, {}),
-    ("noloco", "int8", 4, {"group_size": 4}), ("diloco", "int8", 2, {"aggregator": "ties"}), ("pipelined_diloco", "e3m0", 2,
-                                                                                             {"fragments": 2})])
+    ("diloco", ("e3m0", {"stochastic": True}), 2, {"error_feedback": True}),
+    ("diloco", "topk", 4, {}),
+    ("GlobalM1LocalM2", "int4", 2, {}),
+    ("GlobalM1LocalM2", "bf16", 4, {}),
+    ("LocalM1M2", "int8", 4, {}),
+    ("eager_diloco", "topk", 2, {}),
+    ("noloco", "int8", 4, {"group_size": 4}),
+    ("diloco", "int8", 2, {"aggregator": "ties"}),
+    ("pipelined_diloco", "e3m0", 2, {"fragments": 2}),
+])
 def test_placements_agree(x64, name, codec, devices, options):
   batches = data(4, 2, steps=4)
   results = []
@@ -137,14 +143,15 @@ def test_coarse_codecs_are_refused_for_parameters():
 @pytest.mark.parametrize("codec, per_block", [("bf16", 2 * 256), ("int8", 256 + 4), ("int4", 128 + 4), ("e3m0", 128 + 4),
                                               (("topk", {"ratio": 1 / 32, "chunk": 256}), 8 * 6)])
 def test_bytes_on_the_wire(codec, per_block):
-  """512 parameters are two blocks; a mean is an all-gather of M - 1 messages, a pair swap one, an outer gradient a parameter."""
+  """512 parameters are two blocks; a mean is an all-gather of M - 1 messages, a pair swap is one."""
   params = {"a": jnp.ones((16, 32))}
   loss = lambda p, batch, rng: jnp.mean(batch["x"]) * jnp.sum(p["a"])
   batch = {"x": np.ones((4, 2, 1), np.float32)}
   for name, options, overlapped, blocking in (("diloco", {}, 0, 3), ("GlobalM1", {}, 3, 0), ("GlobalM1LocalM2", {}, 3, 1),
                                               ("eager_diloco", {}, 3, 0), ("streaming_diloco", {"delay": 1}, 3, 0),
                                               ("diloco", {"aggregator": "ties"}, 0, 3)):
-    init, round_fn = fgd.build_round(fgd.methods.make(name, codec=codec, **options), loss, optax.sgd(0.1), workers=fgd.Workers(4))
+    init, round_fn = fgd.build_round(fgd.methods.make(name, codec=codec, **options), loss, optax.sgd(0.1),
+                                     workers=fgd.Workers(4))
     _, metrics = round_fn(init(params), batch)
     assert metrics["bytes_overlapped"] == overlapped * 2 * per_block, name
     assert metrics["bytes_blocking"] == blocking * 2 * per_block, name

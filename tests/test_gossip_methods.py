@@ -52,7 +52,7 @@ def test_eager_first_round_counts_missing_gradients_as_zero(x64):
 @pytest.mark.parametrize("m, n", [(4, 2), (5, 2), (8, 4), (4, 4)])
 def test_noloco(x64, m, n, inner):
   bound, _ = compare(fgd.methods.make("noloco", group_size=n, alpha=0.4, beta=0.6, gamma=0.5), m,
-                     lambda b, batches, opt: ref.noloco(START, batches, m, opt, gradient, b.mix.matrix, 0.4, 0.6, 0.5), inner)
+                     lambda b, x, opt: ref.noloco(START, x, m, opt, gradient, b.mix.matrix, 0.4, 0.6, 0.5), inner)
   if n > 2:
     degree = np.count_nonzero(bound.mix.matrix(0), axis=1)
     assert (degree == n).all()
@@ -110,7 +110,7 @@ def test_stability_limit_of_noloco_by_monte_carlo(x64, alpha, factor, grows):
 @pytest.mark.parametrize("factor, grows", [(0.98, False), (1.02, True)])
 @pytest.mark.parametrize("alpha, n", [(0.5, 2), (0.9, 2), (0.7, 4), (0.9, 8)])
 def test_stability_limit_of_noloco_in_expectation(alpha, n, factor, grows):
-  """The second moment of (phi, delta) over the mixer's own bank, M = 16: gamma_max with 1 - rho of 16 workers for (n-1)/n."""
+  """The second moment of (phi, delta) over the mixer's own bank, M = 16; 1 - rho of 16 workers stands for (n-1)/n."""
   m = 16
   kept = 1 - (m - n) / (n * (m - 1))  # (n - 1)/n for many workers, where the limit is the documented one
   gamma = factor * 2 * (1 - alpha**2) / (1 - alpha * (2 * kept - 1))
@@ -192,7 +192,8 @@ def test_gasloc_refuses():
 @pytest.mark.parametrize("inner", INNER)
 def test_isoloco(x64, inner):
   # 1e-9: the polar factor is taken without an SVD
-  compare(fgd.methods.make("isoloco"), 5, lambda b, batches, opt: ref.isoloco(START, batches, 5, opt, gradient, 1.8, 0.8), inner,
+  compare(fgd.methods.make("isoloco"), 5, lambda b, batches, opt: ref.isoloco(START, batches, 5, opt, gradient, 1.8, 0.8),
+          inner,
           tolerance=1e-9)
 
 
@@ -297,13 +298,15 @@ def test_worker_weights_reach_the_aggregators(x64):
 def test_recovered_momentum(x64, retain, inner):
   method = fgd.methods.make("fgd", mix1="global", mix2="identity", momentum="recovered", retain=retain, outer_lr=0.5,
                             outer_momentum=0.75)
-  compare(method, 4, lambda b, batches, opt: ref.recovered(START, batches, 4, opt, gradient, 0.5, 0.75, retain), inner, rounds=6)
+  compare(method, 4, lambda b, batches, opt: ref.recovered(START, batches, 4, opt, gradient, 0.5, 0.75, retain), inner,
+          rounds=6)
 
 
 def test_recovered_momentum_spread_is_the_spread_of_outer_gradients(x64):
   """p = 0: z_m' - mean z' = -lr (1 + mu) (Delta_m - mean Delta) (ours.md, 2)."""
   batches = data(4, 5)
-  _, out = train(fgd.methods.make("GlobalM1", momentum="recovered", retain=0.0, outer_lr=0.5, outer_momentum=0.75), 4, batches,
+  _, out = train(fgd.methods.make("GlobalM1", momentum="recovered", retain=0.0, outer_lr=0.5, outer_momentum=0.75), 4,
+                 batches,
                  INNER["sgd"]())
   before = ref.stack(START, 4)
   for (z, _), batch in zip(out, batches):
@@ -335,7 +338,8 @@ def test_globalm1_warns_beyond_its_stability_limit():
 
 
 def test_diloco_mean_is_the_reference(x64):
-  compare(fgd.methods.make("diloco"), 4, lambda b, batches, opt: ref.diloco(START, batches, 4, opt, gradient, 0.7, 0.9), "adamw")
+  compare(fgd.methods.make("diloco"), 4, lambda b, batches, opt: ref.diloco(START, batches, 4, opt, gradient, 0.7, 0.9),
+          "adamw")
   assert mean(2)(0).tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
@@ -347,7 +351,8 @@ def test_outer_clip(x64):
   w, _, _ = ref.phase(ref.stack(START, 3), None, batches[0], INNER["sgd"](), gradient)
   delta = {k: (START[k] - w[k]).mean(0) for k in START}
   norm = np.sqrt(sum((d**2).sum() for d in delta.values()))
-  _, out = train(fgd.methods.make("diloco", outer_lr=1.0, outer_momentum=0.0, outer_clip=norm / 2), 3, batches, INNER["sgd"]())
+  _, out = train(fgd.methods.make("diloco", outer_lr=1.0, outer_momentum=0.0, outer_clip=norm / 2), 3, batches,
+                 INNER["sgd"]())
   for k in START:
     np.testing.assert_allclose(out[0][0][k][0], START[k] - delta[k] / 2, rtol=1e-12)
   with pytest.raises(ValueError, match="outer_clip=0 must be positive"):
@@ -361,8 +366,8 @@ def test_small_outer_updates_do_not_vanish_in_bfloat16(name, options):
   """Each round moves the outer parameters by far less than half a last digit of bfloat16 at 256 (2.0); the sum must show."""
   lr = {} if name in ("noloco", "gasloc") else {"outer_lr": 0.01, "outer_momentum": 0.0}
   lr |= {"noloco": {"alpha": 0.0, "beta": 0.01, "gamma": 0.0}, "gasloc": {"eta": 0.01, "gamma": 0.0}}.get(name, {})
-  init, round_fn = fgd.build_round(fgd.methods.make(name, **lr, **options), lambda p, b, rng: jnp.sum(p["a"].astype(jnp.float32)),
-                                   optax.sgd(2.0), workers=fgd.Workers(2))
+  loss = lambda p, batch, rng: jnp.sum(p["a"].astype(jnp.float32))
+  init, round_fn = fgd.build_round(fgd.methods.make(name, **lr, **options), loss, optax.sgd(2.0), workers=fgd.Workers(2))
   state = init({"a": jnp.full((3,), 256, jnp.bfloat16)})
   batch = {"x": np.zeros((2, 1, 1), np.float32)}
   rounds = 0

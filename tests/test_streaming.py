@@ -18,6 +18,7 @@ H, ROUNDS = 6, 4
 WHOLE = [[("a", None), ("b", None)]]
 BY_LEAF = [[("a", None)], [("b", None)]]
 FLAT = [[("a", (slice(0, 2), slice(None)))], [("a", (slice(2, 3), slice(None))), ("b", None)]]  # 8 parameters, 4 each
+PARTITIONS = [(["a", "b"], "strided", BY_LEAF), (2, "flat", FLAT), (1, "strided", WHOLE)]
 
 
 def run(method, m, batches, inner, devices=1, **kwargs):
@@ -47,7 +48,8 @@ def check(out, want, live=True, tolerance=1e-12):
 def test_histories_by_hand(x64, delay, blend):
   gradients = {k: jnp.asarray(v) for k, v in ref.HISTORY_GRADIENTS.items()}
   loss = lambda p, batch, rng: sum(gradients[k][batch["worker"][0].astype(int)] * p[k] for k in p)
-  method = fgd.methods.make("streaming_diloco", fragments=["a", "b"], delay=delay, blend=blend, outer_lr=1.0, outer_momentum=0.0)
+  method = fgd.methods.make("streaming_diloco", fragments=["a", "b"], delay=delay, blend=blend, outer_lr=1.0,
+                            outer_momentum=0.0)
   init, round_fn = fgd.build_round(method, loss, optax.sgd(ref.HISTORY_INNER_LR), workers=fgd.Workers(2))
   state = init({k: jnp.asarray(v) for k, v in ref.HISTORY_START.items()})
   batch = {"worker": np.arange(2.0).reshape(2, 1, 1) * np.ones((2, ref.HISTORY_STEPS, 1))}
@@ -63,7 +65,7 @@ def test_histories_by_hand(x64, delay, blend):
 
 
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("fragments, order, parts", [(["a", "b"], "strided", BY_LEAF), (2, "flat", FLAT), (1, "strided", WHOLE)])
+@pytest.mark.parametrize("fragments, order, parts", PARTITIONS)
 @pytest.mark.parametrize("delay, blend", [(0, 0.0), (0, 0.5), (1, 0.5), (2, 0.3), (3, 0.0), (3, 1.0)])
 def test_streaming(x64, fragments, order, parts, delay, blend, inner):
   batches = data(3, ROUNDS, steps=H)
@@ -75,7 +77,7 @@ def test_streaming(x64, fragments, order, parts, delay, blend, inner):
 
 @pytest.mark.parametrize("landing", ["add", "blend"])
 @pytest.mark.parametrize("guess", ["continue", "own"])
-@pytest.mark.parametrize("fragments, order, parts", [(["a", "b"], "strided", BY_LEAF), (2, "flat", FLAT), (1, "flat", WHOLE)])
+@pytest.mark.parametrize("fragments, order, parts", PARTITIONS)
 def test_pipelined(x64, fragments, order, parts, guess, landing):
   batches = data(3, ROUNDS, steps=H)
   method = fgd.methods.make("pipelined_diloco", fragments=fragments, order=order, landing=landing, blend=0.3, guess=guess,
@@ -83,12 +85,14 @@ def test_pipelined(x64, fragments, order, parts, guess, landing):
   # With guess="own" the reference jumps at the end of a round, ours at the start of the next: same losses, same outer
   # parameters, other live parameters in between.
   check(run(method, 3, batches, INNER["adamw"]()),
-        ref.pipelined(START, batches, 3, INNER["adamw"](), gradient, parts, landing, 0.3, guess, 0.6, 0.8), live=guess != "own")
+        ref.pipelined(START, batches, 3, INNER["adamw"](), gradient, parts, landing, 0.3, guess, 0.6, 0.8),
+        live=guess != "own")
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name, options", [
-    ("streaming_diloco", {"fragments": 3, "order": "flat", "delay": 1}), ("streaming_diloco", {"fragments": ["a", "b"], "delay": 0}),
+    ("streaming_diloco", {"fragments": 3, "order": "flat", "delay": 1}),
+    ("streaming_diloco", {"fragments": ["a", "b"], "delay": 0}),
     ("pipelined_diloco", {"fragments": 2, "guess": "own"}),
     ("pipelined_diloco", {"fragments": 2, "codec": ("int8", {"block": 4}), "error_feedback": True})])
 def test_placements_agree(x64, name, options, devices):
@@ -165,16 +169,17 @@ def test_layers_are_dealt_to_fragments(stacked, order, of):
   for p in range(2):
     mine = [i for i in range(4) if of[i] == p]
     blocks = layered(False)
-    want = sorted(float(x) for i in mine for x in [*blocks[f"layers_{i}"]["attn"]["kernel"].ravel(), *blocks[f"layers_{i}"]["norm"]])
+    leaves = [x for i in mine for x in jax.tree.leaves(blocks[f"layers_{i}"])]
+    want = sorted(float(x) for leaf in leaves for x in np.ravel(leaf))
     got = sorted(float(x) for leaf in parts.take(tree, p).values() for x in np.ravel(leaf))
     np.testing.assert_allclose(got, want, rtol=1e-6)
   assert sorted(parts.take(tree, 2)) == ["embed/embedding", "final_norm"]
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("fragments, order, ends", [(3, "strided", "own"), (5, "sequential", "own"), (2, "strided", "joined"),
-                                                    (4, "sequential", "joined"), (7, "flat", "own"), (1, "strided", "own"),
-                                                    (["embed", "."], "strided", "own")])
+@pytest.mark.parametrize("fragments, order, ends", [
+    (3, "strided", "own"), (5, "sequential", "own"), (2, "strided", "joined"), (4, "sequential", "joined"), (7, "flat", "own"),
+    (1, "strided", "own"), (["embed", "."], "strided", "own")])
 def test_fragments_are_a_partition(x64, stacked, fragments, order, ends):
   tree = layered(stacked)
   parts = make_fragments(fragments, order, tree, ends)
@@ -261,14 +266,16 @@ def test_rounds_that_fragments_cannot_share_are_refused(options, message):
   init, round_fn = fgd.build_round(fgd.methods.make("streaming_diloco", **options), least_squares, optax.sgd(0.1),
                                    workers=fgd.Workers(2))
   with pytest.raises(ValueError, match=message):
-    params = jax.tree.map(jnp.float32, START) if options["fragments"] == 2 else {f"layers_{i}": jnp.ones(2) for i in range(4)}
-    round_fn(init(params), jax.tree.map(jnp.float32, data(2, 1, steps=H)[0]))
+    layers = {f"layers_{i}": jnp.ones(2) for i in range(4)}
+    start = layers if options["fragments"] == 4 else jax.tree.map(jnp.float32, START)
+    round_fn(init(start), jax.tree.map(jnp.float32, data(2, 1, steps=H)[0]))
 
 
 @pytest.mark.parametrize("options, message", [
     ({"fragments": 0}, "fragments=0"), ({"fragments": []}, "fragments="), ({"fragments": ["("]}, "regular expression"),
     ({"order": "random"}, "order='random'"), ({"ends": "none"}, "ends='none'"), ({"delay": -1}, "delay=-1"),
-    ({"blend": 1.5}, "blend=1.5"), ({"outer_lr": -1.0}, "outer_lr"), ({"codec": "int5"}, "int5"), ({"speed": 1}, "no option 'speed'")])
+    ({"blend": 1.5}, "blend=1.5"), ({"outer_lr": -1.0}, "outer_lr"), ({"codec": "int5"}, "int5"),
+    ({"speed": 1}, "no option 'speed'")])
 def test_bad_options_are_refused_at_once(options, message):
   with pytest.raises(ValueError, match=message):
     fgd.methods.make("streaming_diloco", **options)

@@ -245,8 +245,8 @@ class Fragmented(Outer):
     if steps % self.count:
       raise ValueError(f"fragments={self.count} must divide the inner steps of a round, H={steps}; change one of them.")
     if self.delay_of(steps) > steps // self.count:
-      raise ValueError(f"delay={self.delay_of(steps)} must be at most H / fragments = {steps // self.count} inner steps, the time "
-                       "until the next fragment departs; lower delay or fragments.")
+      raise ValueError(f"delay={self.delay_of(steps)} must be at most H / fragments = {steps // self.count} inner steps, "
+                       "the time until the next fragment departs; lower delay or fragments.")
 
   def bind(self, workers: int, seed: int = 0) -> "Method":
     bound = self.bind_mixers(workers, seed)

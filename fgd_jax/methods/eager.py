@@ -1,6 +1,6 @@
 """Eager DiLoCo: fresh own outer gradient, everybody else's from earlier rounds (arXiv 2502.12996).
 
-Evidence: tables from the paper's text, the update rule from reading notes (SUM); the rule for the first rounds is ours (INF).
+Evidence: tables from the paper's text, the update rule from reading notes (SUM); the first rounds' rule is ours (INF).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fgd_jax.methods.base import Outer, outer_gradient, outer_step, unsent
 
 @dataclasses.dataclass(frozen=True)
 class EagerDiLoCo(Outer):
-  """The mean of outer gradients that are `delay` rounds old travels beside the inner steps; the own one is exchanged for fresh.
+  """The mean of outer gradients `delay` rounds old travels beside the inner steps; in it, the own one is replaced.
 
       Dtilde_m = mean_j Delta_j^(r-delay) + (Delta_m^(r) - Delta_m^(r-delay)) / M
       theta_m  = outer step from theta_m with Dtilde_m          (parameters and momentum are the worker's own)

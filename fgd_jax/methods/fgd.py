@@ -45,8 +45,8 @@ class FactoredGossip(Outer):
     mix1: topology of Mix1: a name or (name, options).
     mix2: topology of Mix2.
     subset: parameters that Mix2 covers (`fgd_jax.mixing.Subset`); None: all.
-    outer_lr, outer_momentum: of the outer optimizer; default 0.7 / 0.9 (DiLoCo's), 0.4 / 0.8 where Mix2 is the identity, whose
-      spread is unstable beyond outer_lr = (1 + mu) / (1 + 2 mu), and 0.5 / 0.75 with recovered momentum.
+    outer_lr, outer_momentum: of the outer optimizer; default 0.7 / 0.9 (DiLoCo's), 0.4 / 0.8 where Mix2 is the identity,
+      whose spread is unstable beyond outer_lr = (1 + mu) / (1 + 2 mu), and 0.5 / 0.75 with recovered momentum.
     mix_outer_state: "mix1" mixes the outer optimizer's floating-point state along with the parameters (the published
       variant GlobalM1S); "none" keeps momentum local.
     momentum: "local" or "recovered".
@@ -70,8 +70,8 @@ class FactoredGossip(Outer):
     self._check_momentum()
     codec, name = make_codec(self.codec), topology_name(self.mix1)
     if codec is not None and codec.name not in FINE_CODECS and name not in ("global", "identity", None):
-      raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which mix1={name!r} sends without a reference that all "
-                       f"workers know; use {' or '.join(FINE_CODECS)}, or mix1='global'.")
+      raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which mix1={name!r} sends without a reference "
+                       f"that all workers know; use {' or '.join(FINE_CODECS)}, or mix1='global'.")
 
   def _check_momentum(self) -> None:
     alone = topology_name(self.mix2) in ("identity", None)
@@ -82,11 +82,11 @@ class FactoredGossip(Outer):
     lr, mu = (self.lr_and_momentum if self.outer is None else (None, 0.0))
     if self.momentum == "recovered":
       if topology_name(self.mix1) != "global" or not alone:
-        raise ValueError(f"momentum='recovered' needs mix1='global' and mix2='identity', not {topology_name(self.mix1)!r} and "
-                         f"{topology_name(self.mix2)!r}: the mean must be known to all workers.")
+        raise ValueError(f"momentum='recovered' needs mix1='global' and mix2='identity', not {topology_name(self.mix1)!r} "
+                         f"and {topology_name(self.mix2)!r}: the mean must be known to all workers.")
       if not isinstance(lr, numbers.Real) or self.outer_clip is not None or self.mix_outer_state != "none":
-        raise ValueError("momentum='recovered' is Nesterov SGD with a constant outer_lr; it takes no outer=, schedule, outer_clip or "
-                         "mix_outer_state.")
+        raise ValueError("momentum='recovered' is Nesterov SGD with a constant outer_lr; it takes no outer=, schedule, "
+                         "outer_clip or mix_outer_state.")
       if self.codec is not None:
         raise ValueError(f"momentum='recovered' takes no codec, got {self.codec!r}: its mean must be exact.")
     elif alone and topology_name(self.mix1) == "global" and isinstance(lr, numbers.Real):

@@ -24,8 +24,8 @@ class GASLoC(Outer):
   """One exchange a round, over the edges of a graph with weighted Laplacian Lambda that may be drawn afresh.
 
       y_t         = theta_t - eta Delta_t
-      "local":    theta_{t+1} = (I - alpha Lambda) y_t + gamma (y_t - y_{t-1})           (as transcribed)
-      "mixed":    theta_{t+1} = (I - alpha Lambda) (y_t + gamma (y_t - y_{t-1}))         (recovers DiLoCo on a complete graph)
+      "local":    theta_{t+1} = (I - alpha Lambda) y_t + gamma (y_t - y_{t-1})    (as transcribed)
+      "mixed":    theta_{t+1} = (I - alpha Lambda) (y_t + gamma (y_t - y_{t-1}))   (DiLoCo on a complete graph)
 
   with y_{-1} = theta_0. Which form is the paper's is open.
 
@@ -35,7 +35,8 @@ class GASLoC(Outer):
     eta: step along the outer gradient. alpha: strength of the gossip. gamma: momentum (0: none). Defaults are ours (INF).
     momentum_mixing: "local" or "mixed".
     inner_steps: [H_1, ..., H_M], steps that each worker takes of a round's H; None: all.
-    codec, error_feedback: see `Outer`; only fine codecs, since parameters are sent. What a worker's own codec loses it adds back.
+    codec, error_feedback: see `Outer`; only fine codecs, since parameters are sent. What a worker's own codec loses it adds
+      back.
   """
 
   topology: Any = "random_pairs"
@@ -59,14 +60,15 @@ class GASLoC(Outer):
       raise ValueError(f"momentum_mixing={self.momentum_mixing!r} must be 'local' or 'mixed'.")
     for name in ("outer_lr", "outer_momentum", "outer", "outer_clip"):
       if getattr(self, name) is not None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: gasloc has its own outer step; set eta (learning rate), gamma (momentum) "
-                         "and alpha.")
+        raise ValueError(f"{name}={getattr(self, name)!r}: gasloc has its own outer step; set eta (learning rate), gamma "
+                         "(momentum) and alpha.")
     codec = make_codec(self.codec)
     if codec is not None and codec.name not in ("bf16", "int8"):
       raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which gasloc sends; use 'bf16' or 'int8'.")
     if self.topology == "random_pairs" and self.momentum_mixing == "local" and self.alpha > 2 * (1 - self.gamma**2):
       warnings.warn(f"alpha={self.alpha} with gamma={self.gamma} is beyond the stability limit 2 (1 - gamma^2) = "
-                    f"{2 * (1 - self.gamma**2):.3f} of pair gossip: the workers may drift apart; lower one of them.", stacklevel=3)
+                    f"{2 * (1 - self.gamma**2):.3f} of pair gossip: the workers may drift apart; lower one of "
+                    f"them.", stacklevel=3)
 
   def bind(self, workers: int, seed: int = 0) -> Method:
     if isinstance(self.mix, Mixer):
@@ -74,9 +76,11 @@ class GASLoC(Outer):
     bound = dataclasses.replace(self, mix=self.topology).bind_mixers(workers, seed)
     topology = bound.mix.topology
     if not topology.symmetric:
-      raise ValueError(f"topology={topology.name!r} is directed; gasloc needs a symmetric one, such as random_pairs, ring or edges.")
+      raise ValueError(f"topology={topology.name!r} is directed; gasloc needs a symmetric one, such as random_pairs, ring "
+                       f"or edges.")
     if self.inner_steps is not None and len(self.inner_steps) != workers:
-      raise ValueError(f"inner_steps={list(self.inner_steps)} must hold a number of steps for each of the {workers} workers.")
+      raise ValueError(f"inner_steps={list(self.inner_steps)} must hold a number of steps for each of the {workers} "
+                       f"workers.")
     return dataclasses.replace(bound, mix=dataclasses.replace(bound.mix, topology=topology.weakened(self.alpha)))
 
   def init(self, z):

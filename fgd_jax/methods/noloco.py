@@ -21,7 +21,8 @@ class NoLoCo(Outer):
       phi_i   <- phi_i + delta_i
 
   Groups of `group_size` are drawn afresh every round, the same for both means. The mean of phi does not depend on the inner
-  steps and travels beside them (Mix1); the mean progress blocks (Mix2). The authors' random pipeline routing is not part of it.
+  steps and travels beside them (Mix1); the mean progress blocks (Mix2). The authors' random pipeline routing is not part of
+  it.
 
   Stability (derived; many workers): 0 < gamma < gamma_max = 2 (1 - alpha^2) / (1 - alpha (n - 2) / n).
 
@@ -53,7 +54,8 @@ class NoLoCo(Outer):
       raise ValueError(f"group_size={self.group_size!r} must be a positive number of workers.")
     for name in ("outer_lr", "outer_momentum", "outer", "outer_clip"):
       if getattr(self, name) is not None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: noloco has its own outer step; set alpha (momentum), beta and gamma.")
+        raise ValueError(f"{name}={getattr(self, name)!r}: noloco has its own outer step; set alpha (momentum), beta and "
+                         f"gamma.")
     if self.group_size == 2:
       self._check_gamma()
 
@@ -61,9 +63,9 @@ class NoLoCo(Outer):
     n, alpha = self.group_size, self.alpha
     limit = 2 * (1 - alpha**2) / (1 - alpha * (n - 2) / n)
     if not self.force and self.gamma > 0.9 * limit:
-      raise ValueError(f"gamma={self.gamma} exceeds 0.9 of the stability limit gamma_max = 2 (1 - alpha^2) / (1 - alpha (n - 2) / n) = "
-                       f"{limit:.3f} for alpha={alpha}, group_size n={n}: workers would drift apart; lower gamma or alpha, or set "
-                       "force=True.")
+      raise ValueError(f"gamma={self.gamma} exceeds 0.9 of the stability limit gamma_max = 2 (1 - alpha^2) / (1 - alpha (n "
+                       f"- 2) / n) = {limit:.3f} for alpha={alpha}, group_size n={n}: workers would drift apart; lower "
+                       "gamma or alpha, or set force=True.")
 
   def bind(self, workers: int, seed: int = 0) -> Method:
     if isinstance(self.mix1, Mixer):
@@ -86,5 +88,6 @@ class NoLoCo(Outer):
   def land(self, z, w, x, ms, ctx):
     backward, error = exchanged(self.mix2, outer_gradient(z, w, ctx), ms["error"], ctx)
     x = z if x is None else x
-    delta = jax.tree.map(lambda d, g, x, z: self.alpha * d - self.beta * g + self.gamma * (x - z), ms["delta"], backward, x, z)
+    move = lambda d, g, x, z: self.alpha * d - self.beta * g + self.gamma * (x - z)
+    delta = jax.tree.map(move, ms["delta"], backward, x, z)
     return jax.tree.map(jnp.add, z, delta), {"delta": delta, "error": error}

@@ -21,8 +21,8 @@ class StreamingDiLoCo(Fragmented):
                        w_{m,p} <- blend w_{m,p} + (1 - blend) theta_p
 
   Schedule: see `Fragmented`. Other codes (torchft, MaxText) name the step at which a fragment *arrives*, `delay` later than
-  ours, start fragment 0 after H/P steps instead of H, and so label the fragments in another order; their fragment that arrives
-  at step s of a cycle is ours that departs at s - delay.
+  ours, start fragment 0 after H/P steps instead of H, and so label the fragments in another order; their fragment that
+  arrives at step s of a cycle is ours that departs at s - delay.
 
   Args:
     delay: tau, inner steps in flight, at most H/P; 0 blocks.

@@ -186,13 +186,13 @@ def _by_patterns(patterns: list[str], shapes: Mapping[str, Any]) -> Fragments:
   for path in shapes:
     hit = next((i for i, pattern in enumerate(patterns) if re.search(pattern, path)), None)
     if hit is None:
-      raise ValueError(f"fragments: none of the patterns {patterns} matches the parameter {path!r}; every parameter belongs to "
-                       "a fragment (add '' as the last pattern for the rest).")
+      raise ValueError(f"fragments: none of the patterns {patterns} matches the parameter {path!r}; every parameter belongs "
+                       "to a fragment (add '' as the last pattern for the rest).")
     parts[hit].append(_Piece(path))
   for pattern, part in zip(patterns, parts):
     if not part:
-      raise ValueError(f"fragments={pattern!r} matches no parameter that is left ({', '.join(list(shapes)[:6])}, ...); correct "
-                       "the pattern or remove it.")
+      raise ValueError(f"fragments={pattern!r} matches no parameter that is left ({', '.join(list(shapes)[:6])}, ...); "
+                       "correct the pattern or remove it.")
   return Fragments([_keyed(part) for part in parts], shapes)
 
 
@@ -207,8 +207,8 @@ def _by_layers(count: int, order: str, ends: str, shapes: Mapping[str, Any]) -> 
   own = ends == "own" and bool(outside)
   dealt = count - own
   if not layers or dealt > len(layers):
-    raise ValueError(f"fragments={count}: {len(layers)} layers ({', '.join(list(shapes)[:4])}, ...) cannot be dealt to {dealt} "
-                     "fragments" + (", with one more for what is outside the layers" if own else "")
+    raise ValueError(f"fragments={count}: {len(layers)} layers ({', '.join(list(shapes)[:4])}, ...) cannot be dealt to "
+                     f"{dealt} fragments" + (", with one more for what is outside the layers" if own else "")
                      + "; ask for fewer, or use order='flat'.")
   of = {layer: i % dealt if order == "strided" else i * dealt // len(layers) for i, layer in enumerate(layers)}
   parts: list[list[_Piece]] = [[] for _ in range(count)]
@@ -228,7 +228,7 @@ def _by_layers(count: int, order: str, ends: str, shapes: Mapping[str, Any]) -> 
 def _keyed(pieces: Sequence[_Piece]) -> dict[str, tuple[_Piece, ...]]:
   """Pieces by path, layers renumbered within the fragment, so that equal fragments have equal keys."""
   numbers = sorted({int(found.group(3)) for piece in pieces if (found := NUMBERED_LAYER.search(piece.path))})
-  keys = {}
+  keys: dict[str, tuple[_Piece, ...]] = {}
   for piece in pieces:
     found = NUMBERED_LAYER.search(piece.path)
     key = piece.path

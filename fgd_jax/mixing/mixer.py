@@ -42,7 +42,8 @@ class Context(NamedTuple):
     sent: when a list, a blocking exchange only appends (mixer, tree) to it; for byte counts.
     packing: how Mix1's leaves share buffers (None: every leaf travels alone).
     ring: a mean over workers rides in the inner steps (`Mixer.during`); needs packing and one worker a slot.
-    event: number of the exchange where a round has several of one mixer (fragments); draws of stochastic codecs differ by it.
+    event: number of the exchange where a round has several of one mixer (fragments); draws of stochastic codecs differ by
+      it.
   """
 
   placement: Placement
@@ -87,8 +88,8 @@ class Mixer:
 
   `start` and `finish` act on a slot's stack (leaves [K, ...]); calling the mixer, inside a method, is the blocking use
   on one worker's tree. `matrix`, `contraction` and `stripe_of` are the topology's. With a codec every worker compresses its
-  leaves, and what is mixed, its own included, is what the codec makes of them (`seen`), summed in float32 at least; a mean is then
-  an all-gather of the compressed leaves.
+  leaves, and what is mixed, its own included, is what the codec makes of them (`seen`), summed in float32 at least; a mean
+  is then an all-gather of the compressed leaves.
   """
 
   topology: Topology
@@ -158,7 +159,9 @@ class Mixer:
 
   def _wire(self, stack: PyTree, ctx: Context) -> tuple[PyTree, Context]:
     """The leaves as they travel, and the form in which they do: compressed leaves share a buffer."""
-    return (stack, ctx) if self.codec is None else (self._encoded(stack, ctx), ctx._replace(packing=_packing_here(), ring=None))
+    if self.codec is None:
+      return stack, ctx
+    return self._encoded(stack, ctx), ctx._replace(packing=_packing_here(), ring=None)
 
   def _buffer(self, group: list[tuple[str, jax.Array]], ctx: Context) -> jax.Array:
     """What travels for these leaves."""
@@ -223,7 +226,8 @@ class Mixer:
       return [buffer]
     return ctx.packing.unpack(buffer, like, lead=0 if pattern.mean and self.codec is None else 1)
 
-  def _mixed_leaf(self, received: list[jax.Array], x: jax.Array, wire: jax.Array, pattern: Pattern, ctx: Context) -> jax.Array:
+  def _mixed_leaf(self, received: list[jax.Array], x: jax.Array, wire: jax.Array, pattern: Pattern, ctx: Context
+                  ) -> jax.Array:
     """One leaf [K, ...] after the exchange: x, from what was received and, with a codec, from what it sent itself."""
     leaf, own, here = x, x, exchange.local_rows(ctx.alive, ctx.ids, x)
     if self.codec is not None:
@@ -237,9 +241,8 @@ class Mixer:
     if not pattern.terms:
       return x
     wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
-    # A weight for each receiver becomes one for each row of the stack.
-    weights = [exchange.local_rows(np.asarray(weight, np.float64), ctx.ids, x).astype(wide) if isinstance(weight, tuple) else weight
-               for weight, _ in pattern.terms]
+    by_row = lambda weight: exchange.local_rows(np.asarray(weight, np.float64), ctx.ids, x).astype(wide)
+    weights = [by_row(weight) if isinstance(weight, tuple) else weight for weight, _ in pattern.terms]
     x = own
     mixed = x.astype(wide) * (1 - sum(weights))
     for weight, (_, source), other in zip(weights, pattern.terms, received):

@@ -28,8 +28,8 @@ RANDOM_GROUPS_POOL = 64  # partitions in the bank of random_groups where no bala
 class Pattern(NamedTuple):
   """One round's mixing. Either `mean` (all workers average) or terms of (weight, source [M]).
 
-  A weight is a number, or one for each receiving worker (a tuple [M]). `keep`: of the mean, the share of its own value that a
-  worker keeps besides.
+  A weight is a number, or one for each receiving worker (a tuple [M]). `keep`: of the mean, the share of its own value that
+  a worker keeps besides.
   """
 
   terms: tuple[tuple[Any, Any], ...] = ()
@@ -350,9 +350,10 @@ def _edges(m: int, seed: int, edges: Sequence[Sequence[Any]] = ()) -> tuple[list
   """
   matchings: list[dict[int, tuple[int, float]]] = []
   for edge in edges:
-    if len(edge) != 3 or not all(isinstance(e, int) and 0 <= e < m for e in edge[:2]) or edge[0] == edge[1] or not edge[2] > 0:
-      raise ValueError(f"edges: {tuple(edge)!r} must be (i, j, weight) with two different workers from 0 to {m - 1} and a positive "
-                       "weight.")
+    ends = set(edge[:2])
+    if len(edge) != 3 or len(ends) < 2 or not all(isinstance(e, int) and 0 <= e < m for e in ends) or not edge[2] > 0:
+      raise ValueError(f"edges: {tuple(edge)!r} must be (i, j, weight) with two different workers from 0 to {m - 1} and a "
+                       "positive weight.")
     i, j, weight = edge
     free = next((k for k in matchings if i not in k and j not in k), None)
     if free is None:
