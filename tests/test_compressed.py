@@ -1,5 +1,7 @@
 """Codecs inside the methods: what is mixed, what is kept for the next round, and what is counted."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,6 +157,16 @@ def test_bytes_on_the_wire(codec, per_block):
     _, metrics = round_fn(init(params), batch)
     assert metrics["bytes_overlapped"] == overlapped * 2 * per_block, name
     assert metrics["bytes_blocking"] == blocking * 2 * per_block, name
+
+
+def test_a_codec_that_sends_more_than_none_is_called_so():
+  """Mean over M: (M - 1) b bytes a value against 2 (M - 1)/M 4: bf16 (b = 2) sends more from 5 workers, int8 from 8."""
+  for codec, workers, warned in (("bf16", 4, False), ("bf16", 5, True), ("int8", 7, False), ("int8", 8, True), ("int4", 15, False),
+                                 ("int4", 16, True)):
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      fgd.methods.make("diloco", codec=codec).bind(workers)
+    assert bool(caught) == warned, (codec, workers)
 
 
 def test_idle_and_dropped_workers(x64):

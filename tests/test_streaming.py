@@ -178,8 +178,8 @@ def test_layers_are_dealt_to_fragments(stacked, order, of):
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("fragments, order, ends", [
-    (3, "strided", "own"), (5, "sequential", "own"), (2, "strided", "joined"), (4, "sequential", "joined"), (7, "flat", "own"),
-    (1, "strided", "own"), (["embed", "."], "strided", "own")])
+    (3, "strided", "own"), (5, "sequential", "own"), (2, "strided", "joined"), (4, "sequential", "joined"),
+    (7, "flat", "own"), (1, "strided", "own"), (["embed", "."], "strided", "own")])
 def test_fragments_are_a_partition(x64, stacked, fragments, order, ends):
   tree = layered(stacked)
   parts = make_fragments(fragments, order, tree, ends)

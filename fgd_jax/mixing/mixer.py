@@ -7,6 +7,7 @@ received, even only its assembly, would end the transfer before the inner steps 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -393,4 +394,12 @@ def make(name: str | tuple[str, Mapping[str, Any]], *, workers: int, seed: int =
       options = {**given, **options}
     except (TypeError, ValueError) as e:
       raise ValueError(f"Topology {name!r} must be a name or (name, options).") from e
-  return Mixer(make_topology(name, workers, seed, **options), key, make_codec(codec))
+  mixer = Mixer(make_topology(name, workers, seed, **options), key, make_codec(codec))
+  if mixer.codec is not None and mixer.topology.bank[0].mean:
+    model = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    coded, plain = mixer.bytes_sent(model), dataclasses.replace(mixer, codec=None).bytes_sent(model)
+    if coded > plain:
+      warnings.warn(f"codec={mixer.codec.name!r}: a mean over {workers} workers is an all-gather of what each compressed, "
+                    f"{coded / plain:.1f} times the bytes of an all-reduce without codec; use a narrower codec or none.",
+                    stacklevel=2)
+  return mixer
