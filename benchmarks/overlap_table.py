@@ -20,18 +20,25 @@ METHODS = {
     "LocalM1M2": "method=LocalM1M2",
     "striped Mix1": "method=fgd,method.mix1=striped_pairs,method.mix2=random_pairs",
     "group means": "method=fgd,method.mix1=random_groups:group_size=2,method.mix2=random_pairs",
+    "noloco": "method=noloco",
+    "eager": "method=eager_diloco",
+    "streaming, delay 1": "method=streaming_diloco,method.fragments=8,method.order=flat,method.delay=1",
+    "pipelined": "method=pipelined_diloco,method.fragments=8",
 }
+FGD = tuple(METHODS)[:6]
 MEAN, BOTH = ("GlobalM1LocalM2",), ("GlobalM1LocalM2", "LocalM1M2")
 
 # target, slices, workers, fsdp, methods
 ROWS = [
-    ("v5e:2x4", 1, 8, 1, tuple(METHODS)), ("v5e:2x4", 1, 4, 2, BOTH),
-    ("v5p:2x2x2", 1, 8, 1, tuple(METHODS)), ("v5p:2x2x2", 1, 4, 2, BOTH),
+    ("v5e:2x4", 1, 8, 1, FGD), ("v5e:2x4", 1, 4, 2, BOTH),
+    ("v5p:2x2x2", 1, 8, 1, FGD), ("v5p:2x2x2", 1, 4, 2, BOTH),
     ("v6e:2x4", 1, 8, 1, BOTH), ("v6e:2x4", 1, 4, 2, BOTH),
     ("tpu7x:2x2x1", 1, 8, 1, BOTH), ("tpu7x:2x2x1", 1, 4, 2, BOTH),
     ("v5e:2x2", 2, 2, 4, BOTH), ("v5e:2x2", 2, 4, 2, BOTH), ("v5e:2x2", 2, 8, 1, MEAN),
     ("v5p:2x2x1", 2, 2, 4, BOTH), ("v5p:2x2x1", 2, 4, 2, BOTH),
-    ("h100:8", 1, 8, 1, tuple(METHODS)), ("h100:8", 1, 4, 2, BOTH),
+    ("h100:8", 1, 8, 1, FGD), ("h100:8", 1, 4, 2, BOTH),
+    ("v5e:2x4", 1, 8, 1, ("noloco",)), ("v5p:2x2x2", 1, 8, 1, ("eager", "streaming, delay 1", "pipelined")),
+    ("v5e:2x2", 2, 2, 4, ("pipelined",)), ("h100:8", 1, 8, 1, ("pipelined",)),
 ]
 
 

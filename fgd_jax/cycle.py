@@ -102,7 +102,7 @@ class Cycle:
       raw = self.method.mix1.start(sent, carried)
       early, late = (jax.tree.map(lambda x: x[:, a:b], batches) for a, b in ((0, self.delay), (self.delay, self.length)))
       riding = jax.tree.map(lambda x: x[None], raw) if self.ring else None
-      z, opt, loss, aux, riding = self._steps(z, opt, early, riding, first)
+      z, opt, loss, aux, riding = self._steps(z, opt, early, riding, first, loop=True)
       z, raw = lax.optimization_barrier((z, raw if riding is None else jax.tree.map(lambda x: x[0], riding)))
       x = self.method.mix1.finish(raw, sent, carried)
       part = self._part(parts, z, fs, p, group)
@@ -140,8 +140,8 @@ class Cycle:
     *stacks, ctx = args
     return self.workers.each(lambda worker, *one: f(*one, ctx._replace(worker=worker)), self.context.ids, *stacks)
 
-  def _steps(self, z, opt, batches, riding, first):
-    step = lambda *one: self.inner.phase(*one, self.context, first, self.steps)
+  def _steps(self, z, opt, batches, riding, first, loop=False):
+    step = lambda *one: self.inner.phase(*one, self.context, first, self.steps, loop)
     return self.workers.each(step, z, opt, batches, self.context.ids, riding, how=self.loop)
 
 

@@ -32,7 +32,7 @@ class Inner(NamedTuple):
   method: Method
 
   def phase(self, w: PyTree, opt_state: PyTree, batches_Sx: PyTree, worker: jax.Array, riding: Any, ctx: Context,
-            first: Any, steps: int) -> tuple[PyTree, PyTree, jax.Array, Any, Any]:
+            first: Any, steps: int, loop: bool = False) -> tuple[PyTree, PyTree, jax.Array, Any, Any]:
     """S consecutive inner steps of one worker.
 
     Args:
@@ -42,6 +42,8 @@ class Inner(NamedTuple):
       riding: what of Mix1 travels step by step (the ring form), or None.
       ctx: the round's context.
       first: number of the first of these steps in its round of `steps`.
+      loop: a single step is a loop too, whose length XLA does not know: where it writes the step out, a transfer that should
+        run beside it drifts behind it.
 
     Returns:
       w, opt_state, loss [S], aux [S, ...], riding.
@@ -67,9 +69,22 @@ class Inner(NamedTuple):
 
     count = jax.tree.leaves(batches_Sx)[0].shape[0]
     with jax.named_scope("inner"):
+      if loop and count == 1:
+        (w, opt_state, riding), out = _once(step, (w, opt_state, riding), jax.tree.map(lambda x: x[0], batches_Sx),
+                                            ctx.round)
+        return w, opt_state, *jax.tree.map(lambda x: x[None], out), riding
       (w, opt_state, riding), (loss, aux) = lax.scan(step, (w, opt_state, riding),
                                                      (jnp.arange(count, dtype=jnp.int32), batches_Sx))
     return w, opt_state, loss, aux, riding
+
+
+def _once(step: Callable, carry: Any, batch: PyTree, r: jax.Array) -> tuple[Any, Any]:
+  """step(carry, (0, batch)) in a loop of length min(1, r + 1), which is 1 in every round."""
+  run = lambda carry: step(carry, (jnp.int32(0), batch))
+  nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, carry)[1])
+  _, carry, out = lax.while_loop(lambda c: c[0] < jnp.minimum(1, r + 1), lambda c: (c[0] + 1, *run(c[1])), (0, carry,
+                                                                                                            nothing))
+  return carry, out
 
 
 def _limits(inner_steps: Sequence[int], workers: int, steps: int) -> np.ndarray:

@@ -185,7 +185,7 @@ class Round:
     if type(self.method).eval_params is Method.eval_params:
       return _mean(state.params)
     if self._evaluated is None:
-      self._evaluated = jax.jit(self.method.eval_params)
+      self._evaluated = jax.jit(lambda z, ms: self.method.eval_params(z, ms, self._weights))
     return self._evaluated(state.params, state.method_state)
 
   # --- one round -----------------------------------------------------------------------------------------------------

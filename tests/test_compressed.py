@@ -161,8 +161,8 @@ def test_bytes_on_the_wire(codec, per_block):
 
 def test_a_codec_that_sends_more_than_none_is_called_so():
   """Mean over M: (M - 1) b bytes a value against 2 (M - 1)/M 4: bf16 (b = 2) sends more from 5 workers, int8 from 8."""
-  for codec, workers, warned in (("bf16", 4, False), ("bf16", 5, True), ("int8", 7, False), ("int8", 8, True), ("int4", 15, False),
-                                 ("int4", 16, True)):
+  for codec, workers, warned in (("bf16", 4, False), ("bf16", 5, True), ("int8", 7, False), ("int8", 8, True),
+                                 ("int4", 15, False), ("int4", 16, True)):
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always")
       fgd.methods.make("diloco", codec=codec).bind(workers)

@@ -47,7 +47,9 @@ def one_round(method, shape, scan_layers, dtype="float64", workers=4, **options)
   with jax.enable_x64(dtype == "float64"):
     model, mesh = llama(scan_layers, dtype), mesh_of(shape)
     inner = optax.adamw(0.01) if method == "diloco" else optax.sgd(0.1)
-    init, round_fn = fgd.build_round(fgd.methods.make(method), model.loss, inner, workers=fgd.Workers(workers, mesh),
+    name, *method_options = method if isinstance(method, tuple) else (method,)
+    method = fgd.methods.make(name, **dict(method_options))
+    init, round_fn = fgd.build_round(method, model.loss, inner, workers=fgd.Workers(workers, mesh),
                                      **sharding.inside_worker(mesh), **options)
     tokens = np.random.default_rng(0).integers(0, V, (workers, H, B, L + 1), dtype=np.int32)
     state, metrics = round_fn(init(model.init(jax.random.key(0))), {"tokens": tokens})
@@ -67,6 +69,9 @@ def largest(a, b):
     ("GlobalM1", (2, 2, 2), True, 4),
     ("GlobalM1LocalM2", (2, 2, 2), False, 4), ("GlobalM1LocalM2", (4, 2, 1), False, 4),
     ("LocalM1M2", (2, 2, 2), True, 2),
+    (("streaming_diloco", ("fragments", 2), ("delay", 1)), (2, 2, 2), True, 2),
+    (("streaming_diloco", ("fragments", 2), ("delay", 0), ("ends", "joined"), ("codec", "int8")), (2, 2, 2), False, 4),
+    (("pipelined_diloco", ("fragments", 2)), (2, 2, 2), True, 2),
 ])
 def test_a_sharded_worker_gives_the_numbers_of_one_device(method, shape, scan_layers, workers):
   """Design 3.1: 1e-10 in float64 after one round, with one and with several workers a position."""

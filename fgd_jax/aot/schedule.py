@@ -1,7 +1,11 @@
 """Where a compiled round places its cross-worker collectives: beside the inner steps, or in their way.
 
 A collective is *overlapped* when its start, with the operands, stands before the `while` of the inner steps and its done
-after it; hops of a ring inside the scan, when matrix products stand between start and done. What Mix1 sends in any other
+after it, or, where steps are written out, when their matrix products stand between the two; so do those of a ring's hops. '
+                                                                                                                  'What '
+                                                                                                                  'Mix1 '
+                                                                                                                  'sends in '
+                                                                                                                  'any other
 place is *exposed*; what depends on the result of the inner steps (Mix2) is *blocking*. This is the compiler's order of
 instructions, not a timing.
 
@@ -148,8 +152,8 @@ class _Reader:
       weight = lambda i: sum(1 for _ in self.module.within(entry[i].called()))
       scans = [max(loops, key=weight)] if loops else []
       self.notes.append("No loop carries the name of the inner steps; the largest one is taken for it." if loops else
-                        "The program has no loop of inner steps (a single one is written out in place), so nothing counts "
-                        "as overlapped.")
+                        "The program has no loop of inner steps; a single one is written out in place." if named else
+                        "The program has no loop, and nothing carries the name of inner steps.")
     found = self._level(entry, scans, 1)
     busy = tuple(i for i, x in enumerate(entry) if x.op in ("fusion", "convolution", "dot", "while", "conditional", "reduce",
                                                            "custom-call", "sort", "scatter", "gather"))
@@ -166,7 +170,8 @@ class _Reader:
         body = self.module.flat(x.attribute("body"))
         inner = [i for i, y in enumerate(body) if self._holds_inner(y)]
         trips = hlo.trip_count(self.module, x)
-        if inner and not _INNER.search(x.op_name):  # several workers in turn, or the fragments of a streaming method
+        # Several workers in turn, or the fragments of a streaming method, whose few steps may be written out.
+        if not _INNER.search(x.op_name) and (inner or any(_STEP.search(y.op_name) for y in body)):
           out += self._level(body, inner, times * (trips or 1))
         else:
           out += self._scan(body, times * (trips or self.inner_steps))
@@ -176,9 +181,11 @@ class _Reader:
         continue
       start, done = self._span(level, index)
       scope, source = self._scope(x, level[done], leaves)
-      if not scope and scans:
+      if not scope and after:
         scope, source = ("mix2" if x.name in after else "mix1"), "data"
-      if start < done and any(start < s < done for s in scans):
+      beside = any(start < s < done for s in scans) or any(
+          self._step(y) and self._multiplies(y) for y in level[start + 1:done])
+      if start < done and beside:
         placed = OVERLAPPED
       else:
         placed = EXPOSED if scope in ("", "mix1") else BLOCKING
@@ -266,7 +273,7 @@ class _Reader:
   def _after(self, level: list[Instruction], scans: Sequence[int]) -> set[str]:
     """Names of the instructions that need a result of the scans (a receive needs what its partner sends)."""
     types = self._types(level)
-    tainted = {level[i].name for i in scans}
+    tainted = {level[i].name for i in scans} | {y.name for y in level if self._step(y)}
     sends = [y for y in level if y.op == "send"]
     partner = {y.name: [s.name for s in sends if self._paired(s, y)] for y in level if y.op == "recv"}
     while True:
@@ -326,11 +333,16 @@ class _Reader:
     return self._typed[1]
 
   def _holds_inner(self, x: Instruction) -> bool:
-    """Whether this is the loop of inner steps, or a loop around it."""
+    """Whether this is the loop of inner steps, or a loop around it, or around steps that are written out."""
     if x.op != "while":
       return False
     return bool(_INNER.search(x.op_name)) or any(
-        y.op == "while" and _INNER.search(y.op_name) for y in self.module.within([x.attribute("body")]))
+        self._step(y) or (y.op == "while" and _INNER.search(y.op_name)) for y in self.module.within([x.attribute("body")]))
+
+  @staticmethod
+  def _step(x: Instruction) -> bool:
+    """Whether an instruction is part of an inner step, by its name."""
+    return bool(_STEP.search(x.op_name))
 
   def _multiplies(self, x: Instruction) -> bool:
     """Whether an instruction does work worth hiding a transfer behind: matrix products, or a loop."""

@@ -64,8 +64,8 @@ class Method:
     """The outer step; blocking exchanges happen here, by calling a mixer with ctx."""
     raise TypeError(f"{type(self).__name__} does not define land.")
 
-  def eval_params(self, z: PyTree, ms: PyTree) -> PyTree:
-    """What the method's paper evaluates, from the stacks [M, ...] of all workers: their mean."""
+  def eval_params(self, z: PyTree, ms: PyTree, weights: Any = None) -> PyTree:
+    """What the method's paper evaluates, from the stacks [M, ...] of all workers (`weights` as in Context): their mean."""
     return jax.tree.map(lambda x: jnp.mean(x, axis=0).astype(x.dtype), z)
 
   def bind(self, workers: int, seed: int = 0) -> "Method":
@@ -271,12 +271,15 @@ class Fragmented(Outer):
   def arrive(self, w: PyTree, x: PyTree, fs: PyTree, memo: PyTree, ctx: Context) -> tuple[PyTree, PyTree]:
     raise TypeError(f"{type(self).__name__} does not define arrive.")
 
-  def eval_params(self, z, ms):
+  def eval_params(self, z, ms, weights=None):
     """The outer parameters: a patchwork of fragments that were exchanged at different times (arXiv 2501.18512)."""
+    return self.patchwork(z, [jax.tree.map(lambda x: jnp.mean(x, axis=0), fs["theta"]) for fs in ms])
+
+  def patchwork(self, z: PyTree, theta: Sequence[PyTree]) -> PyTree:
+    """One worker's tree, in the dtypes of z [M, ...], from a stack of outer fragments for each group."""
     one = jax.tree.map(lambda x: x[0], z)
-    theta = jax.tree.map(lambda x: jnp.mean(x, axis=0).astype(x.dtype), tuple(fs["theta"] for fs in ms))
-    parts = self.partition(one)
-    return parts.join(theta, one)
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), one)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), self.partition(wide).join(theta, wide), one)
 
 
 def outer_gradient(z: PyTree, w: PyTree, ctx: Context) -> PyTree:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Outer, exchanged, outer_step
+from fgd_jax.methods.base import Outer, exchanged, outer_step, unsent
 from fgd_jax.outer.merge import Aggregator, make_aggregator
 
 
@@ -58,6 +58,9 @@ class DiLoCo(Outer):
     merge = self.merge.bind(ctx.workers)
     payload = merge.local(delta, ctx.share(), ctx.key(self.mix2.topology.seed, ctx.worker))
     if merge.gathers:
+      if self.feeds_back:
+        payload = jax.tree.map(jnp.add, payload, error)
+        error = unsent(self.mix2, payload, ctx)
       merged = merge.merge(self.mix2.gather(payload, ctx), ctx.alive)
       merged = jax.tree.map(lambda m, d: jnp.where(ctx.alive[ctx.worker], m, d), merged, delta)
     else:

@@ -35,8 +35,7 @@ class GASLoC(Outer):
     eta: step along the outer gradient. alpha: strength of the gossip. gamma: momentum (0: none). Defaults are ours (INF).
     momentum_mixing: "local" or "mixed".
     inner_steps: [H_1, ..., H_M], steps that each worker takes of a round's H; None: all.
-    codec, error_feedback: see `Outer`; only fine codecs, since parameters are sent. What a worker's own codec loses it adds
-      back.
+    codec: see `Outer`; only fine ones (bf16, int8), since parameters are sent. What a worker's codec loses it adds back.
   """
 
   topology: Any = "random_pairs"
@@ -62,6 +61,9 @@ class GASLoC(Outer):
       if getattr(self, name) is not None:
         raise ValueError(f"{name}={getattr(self, name)!r}: gasloc has its own outer step; set eta (learning rate), gamma "
                          "(momentum) and alpha.")
+    if self.error_feedback:
+      raise ValueError("error_feedback=True: gasloc sends parameters, and a worker adds back at once what its codec loses; "
+                       "leave it unset.")
     codec = make_codec(self.codec)
     if codec is not None and codec.name not in ("bf16", "int8"):
       raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which gasloc sends; use 'bf16' or 'int8'.")

@@ -72,14 +72,14 @@ class PipelinedDiLoCo(Fragmented):
       w = jax.tree.map(lambda w, t: self.blend * w + (1 - self.blend) * t, w, theta)
     return w, {**fs, "theta": theta, "outer": outer}
 
-  def eval_params(self, z, ms):
-    """The outer parameters, the fragment that is due at the end of the round completed."""
-    one = jax.tree.map(lambda x: x[0].astype(jnp.promote_types(x.dtype, jnp.float32)), z)
-    parts = self.partition(one)
-    first = jax.vmap(lambda z: parts.take(z, 0))(z)
-    state = jax.tree.map(lambda x: x[0, 0], ms[0])  # equal on all workers
-    delta = jax.tree.map(lambda t, w: t - jnp.mean(w.astype(t.dtype), axis=0), state["theta"], first)
-    theta = outer_step(self.optimizer, delta, state["outer"], start=state["theta"])[0]
+  def eval_params(self, z, ms, weights=None):
+    """The outer parameters, with the fragment that is due at the end of the round completed."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), z)
+    parts = self.partition(jax.tree.map(lambda x: x[0], wide))
+    due = jax.tree.map(lambda x: x[0, 0], ms[0])  # fragment 0, equal on all workers
+    w = jax.vmap(lambda z: parts.take(z, 0))(wide)
+    w = jax.tree.map(lambda x: jnp.average(x, axis=0, weights=weights), w)
+    theta, _ = outer_step(self.optimizer, jax.tree.map(jnp.subtract, due["theta"], w), due["outer"], start=due["theta"])
     groups = [jax.tree.map(lambda x: jnp.mean(x, axis=0), fs["theta"]) for fs in ms]
-    groups[0] = jax.tree.map(lambda all, new: all.at[0].set(new), groups[0], theta)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), parts.join(groups, one), jax.tree.map(lambda x: x[0], z))
+    groups[0] = jax.tree.map(lambda stack, new: stack.at[0].set(new), groups[0], theta)
+    return self.patchwork(z, groups)
