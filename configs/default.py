@@ -18,6 +18,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.batch_size = 4                 # sequences per worker and optimizer step
   c.accumulate = 1                 # micro-batches an optimizer step; divides batch_size, does not change H
   c.seq_len = 128                  # tokens a sequence
+  c.worker_weights = placeholder(str)  # of their (outer) gradients, such as the tokens of their shards: "3;1;1;1"
   c.eval_every = 10                # rounds between evaluations on held-out data (0: only at the end)
   c.eval_batches = 8               # held-out batches an evaluation
   c.eval_batch_size = 8            # sequences in each of them

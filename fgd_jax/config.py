@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from fgd_jax import methods, overlap, sharding
+from fgd_jax.arguments import shares
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import path_of
 from fgd_jax.models import LlamaConfig
@@ -126,12 +127,29 @@ def validate(config: ConfigDict) -> None:
   if config.overlap.form not in overlap.FORMS:
     raise ValueError(f"overlap.form={config.overlap.form!r} must be one of {', '.join(overlap.FORMS)}.")
   profiled_rounds(config)
+  worker_weights(config)
   method = make_method(config).bind(config.workers, config.seed)
   if isinstance(method, methods.Fragmented):
     method.check_steps(config.inner_steps)
   if method.inner_steps is not None and max(method.inner_steps) > config.inner_steps:
     raise ValueError(f"method.inner_steps={list(method.inner_steps)} exceeds inner_steps={config.inner_steps}, the steps of "
                      "a round; lower it.")
+
+
+def worker_weights(config: ConfigDict) -> list[float] | None:
+  """Weights of the workers' gradients, None where all count alike.
+
+  Raises:
+    ValueError: not one positive number for each worker.
+  """
+  if config.worker_weights is None:
+    return None
+  try:
+    weights = [float(word) for word in config.worker_weights.split(";")]
+  except ValueError as e:
+    raise ValueError(f"worker_weights={config.worker_weights!r} must be numbers joined by ';'.") from e
+  shares(weights, config.workers)
+  return weights
 
 
 def profiled_rounds(config: ConfigDict) -> range:

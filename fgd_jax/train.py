@@ -74,7 +74,8 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   measures = (consensus_by_block, js_of(model.apply, probe)) if config.measure_every else ()
   init, round_fn = fgd.build_round(
       configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      accumulate=config.accumulate, measure=measures, overlap=config.overlap.form, **sharding.inside_worker(workers.mesh))
+      accumulate=config.accumulate, measure=measures, overlap=config.overlap.form,
+      worker_weights=configs.worker_weights(config), **sharding.inside_worker(workers.mesh))
 
   # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))

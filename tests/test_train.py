@@ -105,12 +105,14 @@ def test_options_with_options_reach_the_method(tmp_path):
   assert method.codec == ("e3m0", {"stochastic": True})
   patterns = configs.make_method(get_config(TINY + ",method=streaming_diloco,method.fragment_patterns=embed;."))
   assert patterns.fragments == ["embed", "."]
+  assert configs.worker_weights(get_config(TINY + ",worker_weights=3;1;1;1")) == [3, 1, 1, 1]
   uneven = configs.make_method(get_config(TINY + ",method=gasloc,method.inner_steps=2;1;2;2"))
   assert uneven.inner_steps == (2, 1, 2, 2)
   for words, message in ((",method=streaming_diloco,method.fragments=3", "fragments=3 must divide"),
                          (",method=gasloc,method.inner_steps=2;3;2;2", "exceeds inner_steps=2"),
                          (",method=gasloc,method.inner_steps=2;x", "joined by ';'"),
                          (",method=noloco,method.alpha=0.9", "stability limit"),
+                         (",worker_weights=1;2", "worker_weights=.*each of the 4 workers"),
                          (",method=diloco,method.codec=int9", "int9"),
                          (",method=diloco,method.delay=1", "no option 'delay'")):
     with pytest.raises(ValueError, match=message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +27,8 @@ class StreamingDiLoCo(Fragmented):
     delay: tau, inner steps in flight, at most H/P; 0 blocks.
     blend: weight of the local value on arrival, in [0, 1] (0: overwrite; 0.5: the paper's studies of overlap).
     fragments, order, ends: see `Fragmented`.
-    others: see `Outer`. The paper's outer learning rate is 0.4.
+    others: see `Outer`. The paper's outer learning rate is 0.4 (configs/streaming_diloco.py).
   """
-
-  defaults: ClassVar[tuple[float, float]] = (0.4, 0.9)
 
   delay: int = 1
   blend: float = 0.5
