@@ -57,7 +57,7 @@ class Inner(NamedTuple):
       rng = jax.random.fold_in(key, ctx.round * steps + first + h)
       loss, aux, grads = gradient(self.loss_fn, w, batch, rng, self.accumulate)
       if method.inner_grad is not None:
-        grads = method.inner_grad(grads, ctx)
+        grads = method.inner_grad(grads, ctx._replace(event=first + h))
       updates, new_state = self.optimizer.update(grads, opt_state, w)
       new = optax.apply_updates(w, updates)
       if method.inner_steps is not None:
