@@ -56,7 +56,7 @@ def test_data_parallel_compresses_gradients(x64):
       w = {k: w[k] - 0.1 * by_worker(int8)(g[k]).mean(0) for k in w}
     for k in START:
       np.testing.assert_allclose(state.params[k], w[k], rtol=1e-11, atol=1e-13)
-  assert metrics["bytes_blocking"] == 3 * 2 * ((6 + 4) + (2 + 4))  # H steps, M - 1 messages, a code a value and a scale a leaf
+  assert metrics["bytes_blocking"] == 3 * 2 * ((6 + 4) + (2 + 4))  # H steps, M - 1 messages; codes and a scale
 
 
 @pytest.mark.parametrize("delay", [0, 2])
