@@ -19,6 +19,6 @@ def get_config(arg: str | None = None):
   c.method.outer_lr = 0.7
   c.method.outer_momentum = 0.5
   apply_variant(c, arg)
-  if c.method.name in ("streaming_diloco", "pipelined_diloco") and c.method.fragments is None:
+  if c.method.name in ("streaming_diloco", "pipelined_diloco") and not (c.method.fragments or c.method.fragment_patterns):
     c.method.fragments = c.model.layers + 1 if c.inner_steps % (c.model.layers + 1) == 0 else 1
   return c

@@ -47,7 +47,7 @@ def shares(weights: Sequence[float], workers: int) -> np.ndarray:
   except (TypeError, ValueError):
     out = np.zeros(())
   if out.shape != (workers,) or not np.all(np.isfinite(out)) or np.any(out <= 0):
-    raise ValueError(f"worker_weights={list(weights)} must hold one positive number for each of the {workers} workers.")
+    raise ValueError(f"worker_weights={weights!r} must hold one positive number for each of the {workers} workers.")
   return out * workers / out.sum()
 
 

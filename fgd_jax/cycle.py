@@ -8,7 +8,8 @@
       arrive(mix1.finish(raw))
       w      = scan of the slot's other steps
 
-Consecutive fragments of equal shapes share one outer scan, so that programs do not grow with P.
+Consecutive fragments of equal shapes share one outer scan: the model stands in the program at most a few times, however many
+fragments there are; each adds only a branch to the switches that cut it out and put it back.
 """
 
 from __future__ import annotations

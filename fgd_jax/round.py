@@ -176,7 +176,7 @@ class Round:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
     specs = param_specs(shapes, self._param_rules)
     one = (shapes, jax.eval_shape(self._inner.optimizer.init, shapes), jax.eval_shape(self._method_state, shapes))
-    return jax.tree.map(self._workers.stacked, like_params(one, shapes, specs),
+    return jax.tree.map(self._workers.stacked, like_params(one, shapes, specs, self._workers.inner_axes),
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 
   def eval_params(self, state: State) -> PyTree:
@@ -408,7 +408,7 @@ class Round:
     if not plan.packed:
       return ctx
     one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-    specs = like_params(one(sent), one(z), param_specs(one(z), self._param_rules))
+    specs = like_params(one(sent), one(z), param_specs(one(z), self._param_rules), self._workers.inner_axes)
     leaves = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
     packing = Packing(self._workers.inner_axes, {path_of(path): spec for path, spec in leaves})
     return ctx._replace(packing=packing, ring=plan.ring)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from fgd_jax.mixing import path_of
 from fgd_jax.mixing.exchange import WORKER_AXIS
-from fgd_jax.mixing.fragments import FLAT, FLAT_TILE
+from fgd_jax.mixing.fragments import FLAT
 from fgd_jax.mixing.pack import axis_names
 from fgd_jax.workers import slice_of
 
@@ -177,19 +177,21 @@ def param_specs(params: PyTree, rules: Rules) -> dict[str, PartitionSpec]:
   return specs
 
 
-def like_params(tree: PyTree, params: PyTree, specs: dict[str, PartitionSpec]) -> PyTree:
+def like_params(tree: PyTree, params: PyTree, specs: dict[str, PartitionSpec], axes: Mapping[str, int]) -> PyTree:
   """Specs for a state tree: a leaf whose path ends in a parameter's path is sharded as it is, if it has its shape.
 
   Fragments of parameters too: they may have more axes in front, and another length where nothing divides the axis. Flat
-  fragments (`fgd_jax.mixing.fragments`) are divided over all axes that divide parameters.
+  fragments (`fgd_jax.mixing.fragments`) are divided over all of `axes` (sizes of the mesh axes inside a worker) where those
+  divide them.
   """
   shapes = {path_of(p): tuple(x.shape) for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-  axes = tuple(dict.fromkeys(name for spec in specs.values() for entry in spec for name in axis_names(entry)))
+  inside = tuple(name for name in dict.fromkeys(n for spec in specs.values() for entry in spec for n in axis_names(entry))
+                 if axes.get(name, 1) > 1)
 
   def leaf(path, x):
     keys = path_of(path).split("/")
-    if axes and keys[-1].startswith(FLAT) and x.shape[-1] % FLAT_TILE == 0:
-      return PartitionSpec(*[None] * (x.ndim - 1), axes)
+    if keys[-1].startswith(FLAT) and inside and x.shape[-1] % math.prod(axes[name] for name in inside) == 0:
+      return PartitionSpec(*[None] * (x.ndim - 1), inside)
     for i in range(len(keys) + 1):  # the last one is "": parameters that are a single array
       name = "/".join(keys[i:])
       if name in shapes and _is_part(tuple(x.shape), shapes[name], specs[name]):

@@ -87,7 +87,8 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     state = checkpoints.restore(round_fn.abstract_state(params_shape), iterator)
     logging.info("Resuming at round %d of %d.", state.round, config.rounds)
   write_config(config, workdir)
-  tokens_per_round = config.workers * config.inner_steps * config.batch_size * config.seq_len
+  taken = round_fn.method.inner_steps or [config.inner_steps] * config.workers  # steps of each worker in a round
+  tokens_per_round = sum(taken) * config.batch_size * config.seq_len
   start = int(state.round)
   logging.info("%s parameters, %s, method %s, %d x %s tokens a round on %s (%s).",
                f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
@@ -132,7 +133,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
       if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
         metrics |= evaluate(round_fn.eval_params(state), state.params)
       record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": (done + 1) * tokens_per_round}
-      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens_per_round}
+      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens_per_round, "taken": taken}
       flush(previous, log, config)
     flush(pending, log, config)
     profile.at(config.rounds + 1, state)
@@ -314,7 +315,7 @@ def flush(pending: dict[str, Any] | None, log: RunLog, config: ConfigDict) -> No
     step = record["step"] - config.inner_steps + h + 1
     raise NonFiniteError(f"Worker {worker} has loss {loss_MxH[worker, h]} at step {step} (round {record['round']}). "
                          + ADVICE)
-  record["train_loss"] = float(loss_MxH.mean())
+  record["train_loss"] = float(loss_MxH[np.arange(config.inner_steps) < np.asarray(pending["taken"])[:, None]].mean())
   if "consensus_inner" in metrics:
     record["consensus_l2"] = math.sqrt(metrics["consensus_inner"])
     record["consensus_blocks"] = {k: float(v) for k, v in metrics.pop("consensus_blocks").items()}

@@ -181,6 +181,32 @@ def test_a_codec_that_sends_more_than_none_is_called_so():
     assert bool(caught) == warned, (codec, workers)
 
 
+def test_who_missed_a_round_comes_back_to_the_others(x64):
+  """GlobalM1 with a codec: the reference moves only in rounds in which all take part, so the spread still vanishes."""
+  still = {"x": np.zeros((4, 1, 2, 3)), "y": np.zeros((4, 1, 2, 2))}
+  loss = lambda p, batch, rng: jnp.sum(batch["x"][0, 0]) * jnp.sum(p["a"] ** 2) + 0.0 * jnp.sum(p["b"])
+  init, round_fn = fgd.build_round(fgd.methods.make("GlobalM1", codec="int8", outer=optax.sgd(1.0)), loss, optax.sgd(0.1),
+                                   workers=fgd.Workers(4))
+  state = init(START)
+  for r in range(12):
+    batch = data(4, 1, steps=1, seed=r)[0] if r < 3 else still
+    state, _ = round_fn(state, batch, alive=[True] * 3 + [r != 1])
+  for leaf in state.params.values():
+    assert np.ptp(np.asarray(leaf), axis=0).max() < 1e-3
+
+
+def test_one_worker_compresses_nothing(x64):
+  state, round_fn = build(fgd.methods.make("diloco", aggregator="ties", aggregator_options={"drop": 0.0},
+                                           codec=("topk", {"ratio": 0.1}),
+                                           outer=optax.sgd(1.0)), 1)
+  batches = data(1, 1)
+  state, metrics = round_fn(state, batches[0])
+  w, _, _ = ref.phase(ref.stack(START, 1), None, batches[0], INNER["sgd"](), gradient)
+  for k in START:
+    np.testing.assert_allclose(state.params[k], w[k], rtol=1e-12)
+  assert metrics["bytes_blocking"] == 0
+
+
 def test_idle_and_dropped_workers(x64):
   """Odd M: who is idle uses its own compressed gradient; who is dropped its own exact one, and no NaN spreads."""
   batches = data(3, 1)

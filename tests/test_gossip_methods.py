@@ -45,6 +45,30 @@ def test_eager_first_round_counts_missing_gradients_as_zero(x64):
     np.testing.assert_allclose(out[0][0][k], START[k] - (START[k] - w[k]) / 4, rtol=1e-12)
 
 
+@pytest.mark.parametrize("alive", [[False] * 3, [True, False, True]])
+def test_eager_worker_that_is_out_steps_by_its_own_gradient(x64, alive):
+  batches = data(3, 2)
+  init, round_fn = fgd.build_round(fgd.methods.make("eager_diloco", outer=optax.sgd(1.0)), least_squares, optax.sgd(0.1),
+                                   workers=fgd.Workers(3))
+  state, _ = round_fn(init(START), batches[0])
+  z = jax.tree.map(np.asarray, state.params)
+  state, _ = round_fn(state, batches[1], alive=alive)
+  w, _, _ = ref.phase(z, None, batches[1], INNER["sgd"](), gradient)
+  for k in START:
+    np.testing.assert_allclose(np.asarray(state.params[k])[1], w[k][1], rtol=1e-12)
+
+
+def test_weights_of_workers_that_are_out(x64):
+  """Nobody alive: everyone steps by its own outer gradient, whatever the weights."""
+  batches = data(3, 1)
+  init, round_fn = fgd.build_round(fgd.methods.make("diloco", outer=optax.sgd(1.0)), least_squares, optax.sgd(0.1),
+                                   workers=fgd.Workers(3), worker_weights=[1, 2, 5])
+  state, _ = round_fn(init(START), batches[0], alive=[False] * 3)
+  w, _, _ = ref.phase(ref.stack(START, 3), None, batches[0], INNER["sgd"](), gradient)
+  for k in START:
+    np.testing.assert_allclose(state.params[k], w[k], rtol=1e-12)
+
+
 # --- NoLoCo -----------------------------------------------------------------------------------------------------------
 
 
@@ -182,8 +206,16 @@ def test_gasloc_refuses():
                                    workers=fgd.Workers(2))
   with pytest.raises(ValueError, match="inner_steps=.*from 0 to H=3"):
     round_fn(init(jax.tree.map(jnp.float32, START)), jax.tree.map(jnp.float32, data(2, 1)[0]))
-  with pytest.warns(UserWarning, match="stability limit"):
-    fgd.methods.make("gasloc", gamma=0.9)
+  for options in ({"gamma": 0.9}, {"alpha": 3.0, "topology": "ring", "gamma": 0.0}):
+    with pytest.warns(UserWarning, match="stability limit"):
+      fgd.methods.make("gasloc", **options).bind(4)
+  for options, message in (({"inner_steps": 3}, "inner_steps=3"), ({"inner_steps": [1.5, 2]}, "inner_steps="),
+                           ({"inner_steps": [1, -2]}, "inner_steps="), ({"topology": ("edges", {"edges": 3})},
+                                                                        "edges: 3 must"),
+                           ({"topology": ("two_random_pairs", {"weight": "a"})}, "weight='a'"),
+                           ({"codec": "int8", "error_feedback": True}, "error_feedback=True")):
+    with pytest.raises(ValueError, match=message):
+      fgd.methods.make("gasloc", **options).bind(4)
 
 
 # --- IsoLoCo and other aggregators ------------------------------------------------------------------------------------
@@ -353,7 +385,7 @@ def test_outer_clip(x64):
                  INNER["sgd"]())
   for k in START:
     np.testing.assert_allclose(out[0][0][k][0], START[k] - delta[k] / 2, rtol=1e-12)
-  with pytest.raises(ValueError, match="outer_clip=0 must be positive"):
+  with pytest.raises(ValueError, match="outer_clip=0 must be a positive"):
     fgd.methods.make("diloco", outer_clip=0)
 
 

@@ -282,6 +282,10 @@ def test_bad_options_are_refused_at_once(options, message):
 
 
 def test_partitions_that_parameters_do_not_have():
+  with pytest.raises(ValueError, match="different lengths"):
+    make_fragments(5, "strided", {"h": {"w": np.ones((8, 3)), "b": np.ones(3)}})
+  with pytest.raises(ValueError, match="the same path"):
+    make_fragments(1, "strided", {"a/b": np.ones(1), "a": {"b": np.ones(2)}})
   with pytest.raises(ValueError, match="fragments=6: 4 layers .* 5 fragments"):
     make_fragments(6, "strided", layered(False))
   with pytest.raises(ValueError, match="none of the patterns .* matches the parameter 'final_norm'"):

@@ -125,7 +125,7 @@ def expected_mix1_bytes(round_fn: Round, r: int, form: str, params: Any, placeme
   if sent is None or method.overlapped.codec is not None:
     return None
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-  specs = sharding.like_params(sent, shapes, sharding.param_specs(shapes, rules))
+  specs = sharding.like_params(sent, shapes, sharding.param_specs(shapes, rules), mesh.shape)
   total = 0.0
   try:
     topology = method.overlapped.topology

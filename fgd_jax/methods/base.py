@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -97,6 +98,8 @@ def topology_name(topology: Any) -> str | None:
   """The name of a topology given as a name, as (name, options) or as a mixer."""
   if isinstance(topology, Mixer):
     return topology.topology.name
+  if topology is not None and not isinstance(topology, (str, tuple, list)):
+    raise ValueError(f"A topology must be a name, or (name, options), not {topology!r}.")
   return topology if topology is None or isinstance(topology, str) else topology[0]
 
 
@@ -127,7 +130,11 @@ class Outer(Method):
   error_feedback: bool | None = None
 
   def __post_init__(self):
-    self.optimizer, make_codec(self.codec)  # bad values are refused here, not in the first round
+    self.optimizer  # bad values are refused here, not in the first round
+    if make_codec(self.codec) is None and self.error_feedback:
+      raise ValueError("error_feedback=True needs a codec, whose errors it feeds back; set codec, or leave it unset.")
+    if self.error_feedback not in (None, True, False):
+      raise ValueError(f"error_feedback={self.error_feedback!r} must be True, False or None.")
 
   @property
   def nesterov_form(self) -> bool:
@@ -136,9 +143,9 @@ class Outer(Method):
   @functools.cached_property
   def optimizer(self) -> optax.GradientTransformation:
     """The outer optimizer."""
-    if self.outer_clip is not None and not self.outer_clip > 0:
-      raise ValueError(f"outer_clip={self.outer_clip!r} must be positive.")
-    clip = [] if self.outer_clip is None else [optax.clip_by_global_norm(self.outer_clip)]
+    if self.outer_clip is not None and not (isinstance(self.outer_clip, numbers.Real) and self.outer_clip > 0):
+      raise ValueError(f"outer_clip={self.outer_clip!r} must be a positive number.")
+    clip = () if self.outer_clip is None else (optax.clip_by_global_norm(self.outer_clip),)  # type: ignore[arg-type]
     if self.outer is None:
       lr, momentum = self.lr_and_momentum
       sgd = nesterov(lr, momentum, self.nesterov_form)

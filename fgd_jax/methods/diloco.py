@@ -38,6 +38,10 @@ class DiLoCo(Outer):
 
   def __post_init__(self):
     super().__post_init__()
+    if not isinstance(self.nesterov, bool):
+      raise ValueError(f"nesterov={self.nesterov!r} must be True or False.")
+    if self.outer is not None and not self.nesterov:
+      raise ValueError("nesterov=False has no effect on outer=, which is taken as it is; leave it unset.")
     self.merge
 
   @property

@@ -33,7 +33,8 @@ class FactoredGossip(Outer):
 
   With a codec C, Mix1 sends q = C(z - ref) and adds what the worker knows of its own loss, so that the mean is kept exactly:
   x_m = ref + Mix1(q)_m + (z_m - ref - q_m). Where Mix1 is the global mean, ref' = ref + mean(q) is the same everywhere and
-  follows z, so that only a round's displacement is compressed; elsewhere ref = 0 and the codec must be fine (bf16, int8).
+  follows z (in rounds in which all take part), so that only a round's displacement is compressed; elsewhere ref = 0 and the
+  codec must be fine (bf16, int8).
 
   `momentum="recovered"` (ours, derived): with a global Mix1 and no Mix2, everybody knows the mean x_r, from which the point
   of Nesterov's two-sequence form that all share is recovered; `retain` keeps a part of the spread.
@@ -101,7 +102,7 @@ class FactoredGossip(Outer):
     if self.momentum == "recovered":
       lr, momentum = 0.5, 0.75
     else:
-      lr, momentum = (0.4, 0.8) if topology_name(self.mix2) == "identity" else self.defaults
+      lr, momentum = (0.4, 0.8) if topology_name(self.mix2) in ("identity", None) else self.defaults
     return (lr if self.outer_lr is None else self.outer_lr,
             momentum if self.outer_momentum is None else self.outer_momentum)
 
@@ -112,7 +113,8 @@ class FactoredGossip(Outer):
   def init(self, z):
     covered = z if self.covered is None else self.covered.take(z)  # refuses a subset that covers nothing
     state = {"ybar": z} if self.momentum == "recovered" else {"outer": self.optimizer.init(z)}
-    return {**state, "error": self.no_error(covered), "ref": z if self._follows else ()}
+    alone = topology_name(self.mix2) in ("identity", None)
+    return {**state, "error": () if alone else self.no_error(covered), "ref": z if self._follows else ()}
 
   @property
   def _follows(self) -> bool:
@@ -144,13 +146,13 @@ class FactoredGossip(Outer):
     """What Mix1 gives where its payload was compressed, and the reference that all workers share now."""
     sent = self.launch(z, ms)
     kept = jax.tree.map(jnp.subtract, sent, self.overlapped.seen(sent, ctx))
-    alive = ctx.alive[ctx.worker]
-    mixed = jax.tree.map(lambda x, k: x + jnp.where(alive, k, 0), x, kept)
+    mixed = jax.tree.map(lambda x, k: x + jnp.where(ctx.alive[ctx.worker], k, 0), x, kept)
     if not self._follows:
       return mixed, ms
     parameters = lambda tree: tree[""] if self.mix_outer_state == "mix1" else tree
     back = jax.tree.map(jnp.add, ms["ref"], parameters(mixed))
-    ref = jax.tree.map(lambda r, q: jnp.where(alive, r + q, r), ms["ref"], parameters(x))
+    everybody = jnp.all(ctx.alive)  # or the reference of those who missed a round would differ for ever
+    ref = jax.tree.map(lambda r, q: jnp.where(everybody, r + q, r), ms["ref"], parameters(x))
     return ({**mixed, "": back} if self.mix_outer_state == "mix1" else back), {**ms, "ref": ref}
 
   def _recovered(self, z, x, delta, ms):

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Method, Outer, outer_gradient
-from fgd_jax.mixing import Mixer
+from fgd_jax.methods.base import Method, Outer, outer_gradient, topology_name
+from fgd_jax.mixing import Mixer, Topology
 from fgd_jax.mixing.codec import make_codec
 
 
@@ -67,10 +67,9 @@ class GASLoC(Outer):
     codec = make_codec(self.codec)
     if codec is not None and codec.name not in ("bf16", "int8"):
       raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which gasloc sends; use 'bf16' or 'int8'.")
-    if self.topology == "random_pairs" and self.momentum_mixing == "local" and self.alpha > 2 * (1 - self.gamma**2):
-      warnings.warn(f"alpha={self.alpha} with gamma={self.gamma} is beyond the stability limit 2 (1 - gamma^2) = "
-                    f"{2 * (1 - self.gamma**2):.3f} of pair gossip: the workers may drift apart; lower one of "
-                    f"them.", stacklevel=3)
+    steps = self.inner_steps
+    if steps is not None and not (isinstance(steps, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in steps)):
+      raise ValueError(f"inner_steps={steps!r} must hold a number of steps, at least 0, for each worker.")
 
   def bind(self, workers: int, seed: int = 0) -> Method:
     if isinstance(self.mix, Mixer):
@@ -83,7 +82,19 @@ class GASLoC(Outer):
     if self.inner_steps is not None and len(self.inner_steps) != workers:
       raise ValueError(f"inner_steps={list(self.inner_steps)} must hold a number of steps for each of the {workers} "
                        f"workers.")
-    return dataclasses.replace(bound, mix=dataclasses.replace(bound.mix, topology=topology.weakened(self.alpha)))
+    topology = topology.weakened(self.alpha)
+    self._warn(topology)
+    return dataclasses.replace(bound, mix=dataclasses.replace(bound.mix, topology=topology))
+
+  def _warn(self, topology: Topology) -> None:
+    """Where gossip alone, or pair gossip with local momentum, is unstable (methods-core.md 5.3, 6.2)."""
+    limit = 2 * (1 - self.gamma**2)
+    pairs = topology_name(self.topology) == "random_pairs" and self.momentum_mixing == "local"
+    if topology.contraction() > 1 + 1e-9 or (pairs and self.alpha > limit):
+      warnings.warn(f"alpha={self.alpha} with gamma={self.gamma} is beyond the stability limit of the gossip"
+                    f"{f', 2 (1 - gamma^2) = {limit:.3f} for pairs' if pairs else ''}: the workers may drift apart; lower "
+                    f"one of "
+                    "them.", stacklevel=3)
 
   def init(self, z):
     return {"y": z}

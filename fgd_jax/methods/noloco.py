@@ -50,6 +50,8 @@ class NoLoCo(Outer):
         raise ValueError(f"{name}={value!r} must be a finite number of at least {least}.")
     if not self.alpha < 1:
       raise ValueError(f"alpha={self.alpha!r} must be below 1; it is the momentum.")
+    if not isinstance(self.force, bool):
+      raise ValueError(f"force={self.force!r} must be True or False.")
     if not isinstance(self.group_size, int) or isinstance(self.group_size, bool) or self.group_size < 1:
       raise ValueError(f"group_size={self.group_size!r} must be a positive number of workers.")
     for name in ("outer_lr", "outer_momentum", "outer", "outer_clip"):

@@ -59,8 +59,9 @@ class PipelinedDiLoCo(Fragmented):
     return steps // self.count
 
   def depart(self, w, fs, ctx):
-    delta = ctx.weigh(jax.tree.map(jnp.subtract, fs["theta"], w))
-    sent = jax.tree.map(jnp.add, delta, fs["error"]) if self.feeds_back else delta
+    delta = jax.tree.map(jnp.subtract, fs["theta"], w)
+    sent = ctx.weigh(delta)
+    sent = jax.tree.map(jnp.add, sent, fs["error"]) if self.feeds_back else sent
     guess = outer_step(self.optimizer, delta, fs["outer"], start=fs["theta"])[0] if self.guess == "own" else w
     return sent, guess, guess
 
@@ -76,7 +77,8 @@ class PipelinedDiLoCo(Fragmented):
     """The outer parameters, with the fragment that is due at the end of the round completed."""
     wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), z)
     parts = self.partition(jax.tree.map(lambda x: x[0], wide))
-    due = jax.tree.map(lambda x: x[0, 0], ms[0])  # fragment 0, equal on all workers
+    mean = lambda x: jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+    due = jax.tree.map(lambda x: mean(x)[0], ms[0])  # fragment 0; equal on all workers that missed no round
     w = jax.vmap(lambda z: parts.take(z, 0))(wide)
     w = jax.tree.map(lambda x: jnp.average(x, axis=0, weights=weights), w)
     theta, _ = outer_step(self.optimizer, jax.tree.map(jnp.subtract, due["theta"], w), due["outer"], start=due["theta"])

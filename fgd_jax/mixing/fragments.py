@@ -152,7 +152,10 @@ def make_fragments(fragments: Any, order: str, params: PyTree, ends: str = "own"
   Raises:
     ValueError: a partition that these parameters do not have, naming `fragments`.
   """
-  shapes = {path_of(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  shapes = {path_of(path): x for path, x in leaves}
+  if len(shapes) < len(leaves):
+    raise ValueError("fragments: two parameters have the same path once their keys are joined by '/'; rename one of them.")
   if not isinstance(fragments, int):
     return _by_patterns(list(fragments), shapes)
   if order == "flat":
@@ -202,6 +205,10 @@ def _by_layers(count: int, order: str, ends: str, shapes: Mapping[str, Any]) -> 
   numbered = {path: int(found.group(3)) for path in shapes if (found := NUMBERED_LAYER.search(path))}
   stacked = {path: x.shape[0] for path, x in shapes.items()
              if path not in numbered and STACKED_LAYERS.search(path) and x.ndim}
+  if len(set(stacked.values())) > 1:
+    raise ValueError(f"fragments={count}: {', '.join(list(stacked)[:3])}, ... look like stacked layers, but their leading "
+                     f"axes have "
+                     "different lengths; give a list of path patterns, or order='flat'.")
   layers = sorted({*numbered.values(), *(i for n in stacked.values() for i in range(n))})
   outside = [path for path in shapes if path not in numbered and path not in stacked]
   own = ends == "own" and bool(outside)

@@ -64,11 +64,12 @@ class Context(NamedTuple):
     return self.placement.workers
 
   def share(self) -> jax.Array:
-    """This worker's weight, scaled so that the mean over live workers is 1."""
+    """This worker's weight, scaled so that the mean over live workers is 1; 1 where it takes part in no exchange."""
     if self.weights is None:
       return jnp.float32(1)
     live = jnp.where(self.alive, self.weights, 0)
-    return self.weights[self.worker] * jnp.sum(self.alive) / jnp.maximum(jnp.sum(live), 1e-30)
+    share = self.weights[self.worker] * jnp.sum(self.alive) / jnp.maximum(jnp.sum(live), 1e-30)
+    return jnp.where(self.alive[self.worker], share, 1)
 
   def weigh(self, tree: PyTree) -> PyTree:
     """This worker's gradients times its share, so that a plain mean over workers is the weighted mean (DiLoCo, 2.1)."""
@@ -307,10 +308,11 @@ class Mixer:
 
   def _gather_stack(self, stack: PyTree, ctx: Context) -> PyTree:
     stack = jax.tree.map(lambda x: jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0), stack)
-    wire = stack if self.codec is None else self._encoded(stack, ctx)
+    plain = self.codec is None or self.topology.identity
+    wire = stack if plain else self._encoded(stack, ctx)
     with jax.named_scope(self.key):
       everyone = jax.tree.map(lambda x: exchange.gather_workers(x, ctx.placement), wire)
-    if self.codec is None:
+    if plain:
       return everyone
     return self._decoded(everyone, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack))
 

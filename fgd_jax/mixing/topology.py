@@ -61,7 +61,8 @@ class Pattern(NamedTuple):
 
   def messages(self) -> int:
     """How many model-sized messages the busiest worker sends (0 for the mean, which is an all-reduce)."""
-    return sum(bool(np.any(np.asarray(source) != np.arange(len(source)))) for _, source in self.terms)
+    moved = [np.asarray(source) != np.arange(len(source)) for _, source in self.terms]
+    return int(np.sum(moved, axis=0).max()) if moved else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +339,7 @@ def _two_random_pairs(m: int, seed: int, weight: float = 2 / 3) -> tuple[list[Pa
   bank = _circle(m)
   if len(bank) < 2:
     raise ValueError(f"two_random_pairs needs at least 3 workers, got workers={m}; use random_pairs.")
-  if not 0 < weight <= 1:
+  if not isinstance(weight, (int, float)) or not 0 < weight <= 1:
     raise ValueError(f"two_random_pairs: weight={weight!r} must be in (0, 1]; the matrix would have negative entries.")
   return [_weighted([bank[i], bank[(i + 1) % len(bank)]], weight / 2) for i in range(len(bank))], "random"
 
@@ -349,10 +350,10 @@ def _edges(m: int, seed: int, edges: Sequence[Sequence[Any]] = ()) -> tuple[list
   Edges are coloured greedily, so that each term of the pattern is a matching with a weight for each pair.
   """
   matchings: list[dict[int, tuple[int, float]]] = []
-  for edge in edges:
-    ends = set(edge[:2])
-    if len(edge) != 3 or len(ends) < 2 or not all(isinstance(e, int) and 0 <= e < m for e in ends) or not edge[2] > 0:
-      raise ValueError(f"edges: {tuple(edge)!r} must be (i, j, weight) with two different workers from 0 to {m - 1} and a "
+  for edge in edges if isinstance(edges, (list, tuple)) else (edges,):
+    ends = set(edge[:2]) if isinstance(edge, (list, tuple)) and len(edge) == 3 else set()
+    if len(ends) < 2 or not all(isinstance(e, (int, np.integer)) and 0 <= e < m for e in ends) or not edge[2] > 0:
+      raise ValueError(f"edges: {edge!r} must be (i, j, weight) with two different workers from 0 to {m - 1} and a "
                        "positive weight.")
     i, j, weight = edge
     free = next((k for k in matchings if i not in k and j not in k), None)
