@@ -52,8 +52,8 @@ def assert_same(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("mesh_size", [None, 2])
+@pytest.mark.parametrize("name, mesh_size", [
+    *((name, None) for name in METHODS), ("GlobalM1LocalM2", 2), ("streaming_diloco", 2), ("diloco, topk", 2)])
 def test_resume_from_every_round_boundary_is_bitwise(name, mesh_size, tmp_path):
   rounds = 4
   init, round_fn = build(name, mesh_size)
