@@ -85,22 +85,23 @@ class Layered:
     arrivals: dict[int, float] = {}
     for t in range(2 * cycle):  # the second one is measured
       if t == cycle:
-        began = chips
+        began = chips  # before it waits for the first one's reductions: as the end of the second one
       chips = max(chips, arrivals.pop(t, 0.0))
       layers = self.due_layers(t % cycle) if self.fragments else frozenset(range(self.layers))
       if not layers:
         chips += self.step_seconds
         continue
-      start, ends = chips, {}
-      for node in step_graph(self.layers):
-        ready = max((ends[n] for n in node.after), default=start)
-        if node.kind != "reduce":
-          chips = ends[node[:2]] = max(chips, ready) + unit
-        elif node.layer in layers:
-          link = max(link, ready) + per
+      gradients: dict[int, float] = {}
+      for kind, layer, _ in step_graph(self.layers):  # every node's predecessors stand before it
+        if kind == "reduce":
+          if layer in layers:
+            link = max(link, gradients[layer]) + per
+          continue
+        chips += unit
+        if kind == "weight":
+          gradients[layer] = chips
       arrivals[t + 1 + self.delay] = max(link, arrivals.get(t + 1 + self.delay, 0.0))
-    end = max([chips, *(a for t, a in arrivals.items() if t <= 2 * cycle)])
-    return cycle * self.step_seconds / (end - began)
+    return cycle * self.step_seconds / (chips - began)
 
   def needed(self, target: float, grid: list[float]) -> float:
     """The first bandwidth of an ascending grid with at least `target` utilisation (infinity: none).
