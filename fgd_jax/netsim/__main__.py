@@ -3,7 +3,7 @@
     python -m fgd_jax.netsim utilization --method=GlobalM1LocalM2 --params=1.498e9 --step-seconds=2.35 --bandwidth=100Mbps
     python -m fgd_jax.netsim utilization --method=diloco,GlobalM1 --params=1.498e9 --step-seconds=2.35 \\
         --bandwidth=100Mbps,200Mbps,1Gbps --plot=utilization.png
-    python -m fgd_jax.netsim utilization --config=configs/llama_1p5b.py:workers=16 --step-seconds=2.35 --bandwidth=1Gbps --drop=0.05
+    python -m fgd_jax.netsim utilization --config=configs/llama_1p5b.py:workers=16 --step-seconds=2.35 --bandwidth=1Gbps
     python -m fgd_jax.netsim table fgd          (or: streaming --size=1B, goodput, failures)
     python -m fgd_jax.netsim goodput --learners=8 --chips=1200000
     python -m fgd_jax.netsim recommend --bandwidth=1Gbps --params=1.5e9 --step-seconds=2
@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
   p = add("utilization", "Simulate rounds of methods on links: compute utilisation, bytes, stalls, a timeline.")
   p.add_argument("--method", help="comma separated: " + ", ".join([*methods.METHODS, *methods.PRESETS]) +
                  " (default GlobalM1LocalM2, or the config's)")
-  p.add_argument("--config", help="training config FILE[:settings]: workers, inner steps, and the bytes that its round counts")
+  p.add_argument("--config", help="training config FILE[:settings]: workers, inner steps, bytes as its round "
+                 "counts them")
   p.add_argument("--params", type=float, help="parameters of the model")
   p.add_argument("--bytes-per-param", type=float, help="that travel without a codec (default 2)")
   p.add_argument("--bits-per-param", type=float, help="that travel, instead of --bytes-per-param or --codec")
@@ -117,7 +118,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
   args = parser().parse_args(argv)
   try:
-    answer, text = {"utilization": _utilization, "table": _table, "goodput": _goodput, "recommend": _recommend}[args.command](args)
+    command = {"utilization": _utilization, "table": _table, "goodput": _goodput, "recommend": _recommend}[args.command]
+    answer, text = command(args)
   except (ValueError, OSError) as e:
     if os.environ.get("FGD_JAX_TRACEBACK"):
       raise
@@ -155,34 +157,40 @@ def _table(args: argparse.Namespace) -> tuple[Any, str]:
   if args.name == "streaming":
     cells = published.streaming_cells(args.size)
     values = {m: [c.simulated for c in cells if c.row == m] for m in dict.fromkeys(c.row for c in cells)}
-    rows = [[m, *(f"{c.simulated:.1f}" + ("" if math.isnan(c.published) else f" ({c.published:g})") for c in cells if c.row == m)]
-            for m in values]
+    write = lambda c: f"{c.simulated:.1f}" + ("" if math.isnan(c.published) else f" ({c.published:g})")
+    rows = [[m, *(write(c) for c in cells if c.row == m)] for m in values]
     text = show.table(rows, [f"Gbit/s, {args.size}", *(f"{t:.0%}" for t in published.TARGETS)])
     known = [(c, published.grid_steps(c.published, c.simulated)) for c in cells if not math.isnan(c.published)]
     if known:
       same, near = sum(s == 0 for _, s in known), sum(abs(s) <= 1 for _, s in known)
-      text += (f"\n(published, arXiv 2501.18512) {same} of {len(known)} cells are the same value of the grid, {near} within one "
-               f"step of it; others: " + (", ".join(f"{c.row} {c.column} {s:+d}" for c, s in known if s) or "none"))
+      text += (f"\n(published, arXiv 2501.18512) {same} of {len(known)} cells are the same value of the grid, {near} within "
+               "one step of it; others: " + (", ".join(f"{c.row} {c.column} {s:+d}" for c, s in known if s) or "none"))
     return values, text
   if args.name == "failures":
-    rows = published.failure_table(args.drop, args.bandwidth, seed=args.seed)
-    keys = list(rows[0])
-    head = [k.replace("_", " ") for k in keys]
-    text = show.table([[r[k] for k in keys] for r in rows], head)
-    return {"drop": args.drop, "bandwidth": args.bandwidth, "rows": rows}, text + (
-        f"\nUtilisation in percent at {args.bandwidth}, with {args.drop:g} failures of each message (collective or swap) or link; "
-        "retries, means given up\nand pairs without an exchange a round.")
+    return _failures(args)
   cells = published.fgd_table() if args.name == "fgd" else published.goodput_table(args.seed)
-  text = show.table([[c.row, c.column, f"{c.published:g}", f"{c.simulated:.1f}", f"{c.simulated - c.published:+.1f}"] for c in cells],
-                    ("method" if args.name == "fgd" else "job", "bandwidth" if args.name == "fgd" else "chips", "published %",
-                     "simulated %", "difference"))
-  return {"cells": [c._asdict() for c in cells]}, text
+  head = ("method", "bandwidth") if args.name == "fgd" else ("job", "chips")
+  rows = [[c.row, c.column, f"{c.published:g}", f"{c.simulated:.1f}", f"{c.simulated - c.published:+.1f}"] for c in cells]
+  return {"cells": [c._asdict() for c in cells]}, show.table(rows, (*head, "published %", "simulated %", "difference"))
+
+
+def _failures(args: argparse.Namespace) -> tuple[Any, str]:
+  rows = published.failure_table(args.drop, args.bandwidth, seed=args.seed)
+  parts = []
+  for unit, what in (("message", "message (a collective, or the swap of a pair)"), ("link", "link of a worker")):
+    keys = (unit, f"{unit}_closed_form", f"{unit}_retries", f"{unit}_skipped", f"{unit}_lost_pairs")
+    parts.append(f"A failure with probability {args.drop:g} of each {what}, {args.bandwidth}:\n" + show.table(
+        [[r["method"], r["none"], *(r[k] for k in keys)] for r in rows],
+        ("method", "no failures %", "with them %", "closed form %", "retries", "means given up", "pairs without exchange")))
+  return {"drop": args.drop, "bandwidth": args.bandwidth, "rows": rows}, "\n\n".join(parts) + (
+      "\nRetries and the rest are counts a round.")
 
 
 def _goodput(args: argparse.Namespace) -> tuple[Any, str]:
   model = ChipFailures(args.chip_years * YEAR, args.shape, args.restart, args.scale_down, args.scale_up, args.gather,
                        args.slice_chips, args.away)
-  result = dataclasses.asdict(simulate_goodput(args.learners, args.chips, model, not args.rigid, args.days / 7 * WEEK, args.seed))
+  result = dataclasses.asdict(
+      simulate_goodput(args.learners, args.chips, model, not args.rigid, args.days / 7 * WEEK, args.seed))
   if args.shape != 1:
     result["closed_form"] = math.nan
   expected = "" if math.isnan(result["closed_form"]) else f" (closed form {100 * result['closed_form']:.1f} %)"

@@ -38,8 +38,9 @@ class Chaos:
 def chaos_of(args: argparse.Namespace) -> Chaos:
   """The failures that the options ask for."""
   for what in ("crash", "pause"):
-    if getattr(args, f"{what}_every") and not getattr(args, f"{what}_seconds"):
-      raise ValueError(f"{what}_every={getattr(args, f'{what}_every'):g} needs {what}_seconds, the time until a worker is back.")
+    every = getattr(args, f"{what}_every")
+    if every and not getattr(args, f"{what}_seconds"):
+      raise ValueError(f"{what}_every={every:g} needs {what}_seconds, the time until a worker is back.")
   return Chaos(Drops(args.drop, args.drop_unit, args.drop_at, args.late_mix1),
                Interruptions(args.crash_every, args.crash_seconds, args.crash_shape),
                Interruptions(args.pause_every, args.pause_seconds, fixed=False), args.on_crash)
@@ -52,8 +53,8 @@ def plans_of(args: argparse.Namespace) -> list[tuple[Plan, float]]:
     for key in ("params", "bytes_per_param", "bits_per_param", "codec", "workers", "inner_steps", "subset_share",
                 "fragments", "delay", "mix1", "mix2"):
       if getattr(args, key) is not None:
-        raise ValueError(f"{key}={getattr(args, key)} comes from the config here; set it after the colon of --config, or leave "
-                         "--config out.")
+        raise ValueError(f"{key}={getattr(args, key)} comes from the config here; set it after the colon of --config, or "
+                         "leave --config out.")
     joint = "," if ":" in args.config else ":"
     words = [f"{args.config}{joint}method={name}" for name in names] or [args.config]
     return [plan_of_config(load_config(word), args.transfer) for word in words]
@@ -103,7 +104,8 @@ def utilization(args: argparse.Namespace) -> list[dict[str, Any]]:
   return out
 
 
-def run(plan: Plan, links: Links, times: StepTimes, chaos: Chaos, rounds: int | None = None, seed: int = 0) -> dict[str, Any]:
+def run(plan: Plan, links: Links, times: StepTimes, chaos: Chaos, rounds: int | None = None, seed: int = 0
+        ) -> dict[str, Any]:
   """One simulation as a dict, with its closed form where there is one."""
   random = bool(chaos.any or times.jitter)
   result = dataclasses.asdict(simulate(plan, links, times, chaos.drops, chaos.crashes, chaos.pauses, chaos.on_crash,
@@ -153,9 +155,10 @@ def recommend(args: argparse.Namespace) -> dict[str, Any]:
   rows = []
   for name in ("data_parallel", "diloco", "eager_diloco", "GlobalM1", "GlobalM1LocalM2", "GlobalM1LocalM2-subset",
                "LocalM1M2", "noloco", "gasloc", "pipelined_diloco"):
-    best = None
+    best: dict[str, Any] = {}
     for steps in RECOMMEND_STEPS if name != "data_parallel" else (1,):
-      options = {"fragments": max(p for p in range(1, min(steps, 10) + 1) if steps % p == 0)} if "pipelined" in name else None
+      parts = max(p for p in range(1, min(steps, 10) + 1) if steps % p == 0)
+      options = {"fragments": parts} if name == "pipelined_diloco" else None
       plan = make_plan(name, args.params, 8 * args.bytes_per_param, args.workers, steps, options=options)
       result = run(plan, links, times, none, rounds=2)
       best = {"method": name, "inner_steps": steps, "reaches_target": result["compute_utilization"] >= args.target - 1e-9,

@@ -35,7 +35,9 @@ def round_seconds(plan: Plan, links: Links, step_seconds: float, drops: Drops | 
   total, busy_until = plan.steps * step_seconds, 0
   for e in sorted(plan.exchanges, key=lambda e: e.start):
     alone = seconds(e, links)
-    if alone is None or (links.latency and not e.blocking and len(plan.exchanges) > 1 and alone > step_seconds * (e.due - e.start)):
+    if alone is None:
+      return None
+    if links.latency and not e.blocking and len(plan.exchanges) > 1 and alone > step_seconds * (e.due - e.start):
       return None  # what shares a link with a latency is left to the simulation
     p = drops.of(plan.workers, e.mean)
     if e.blocking:

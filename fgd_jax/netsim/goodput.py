@@ -14,9 +14,10 @@ learners is the mean over them. With failures at rate F a second, and elastic on
   rigid     goodput = 1 / (1 + F restart)
   elastic   goodput ~ (1 - scale_up / (1/F + gather + scale_up)) / (1 + F scale_down)
 
-Published: one failure per chip and year, recovery delays that are exponentiated-Weibull, and the table (methods-core.md, 8.6).
-Not published, so fitted to that table, all of its 18 cells: restart 76 s, scale_down 13 s, scale_up
-20 s, gather 100 s (the least largest error of the formulas). Ours without a fit (they hardly matter): slices of 64 chips, away for 600 s on average.
+Published: one failure per chip and year, recovery delays that are exponentiated-Weibull, and a table (methods-core.md, 8.6).
+Not published, so fitted to that table, all of its 18 cells (the least largest error of the formulas): restart 76 s,
+scale_down 13 s, scale_up 20 s, gather 100 s. Ours without a fit (they hardly matter): slices of 64 chips, away for 600 s on
+average.
 
 Events are merged: the failures of N chips that each fail at a constant rate are one Poisson process of N times the rate, so
 the cost grows with the number of failures, not of chips. Other lifetimes (Weibull) are drawn chip by chip in one array.

@@ -28,7 +28,7 @@ class Node(NamedTuple):
   after: tuple[tuple[str, int], ...]  # nodes of the same step that it needs
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def step_graph(layers: int) -> tuple[Node, ...]:
   """The 4L-1 nodes of a step in which every layer is reduced, each resource's in the order in which it takes them."""
   nodes = [Node("forward", l, (("forward", l - 1),) if l else ()) for l in range(layers)]

@@ -53,8 +53,8 @@ STREAMING_1B = {
 # The grid of which the published cells are the first values that reach a target: 50 from 0.1 to 1000 Gbit/s, ratio 1.207.
 GRID = tuple(float(g) for g in np.logspace(-1, 3, 50))
 SIZES = {"1B": (1e9, 24, 0.1), "10B": (1e10, 48, 0.8), "100B": (1e11, 108, 4.9)}  # parameters, layers, seconds a step
-# Fitted on the 1B table: bits that a reduction sends for each nominal parameter. With bf16's 16 every cell is within one step
-# of the grid, but most of them one step above; layers without embeddings hold fewer parameters than the nominal size.
+# Fitted on the 1B table: bits that a reduction sends for each nominal parameter. With bf16's 16 every cell is within one
+# step of the grid, but most of them one step above; layers without embeddings hold fewer parameters than the nominal size.
 BITS = 13.4
 FP4_SHARE = 4 / 16
 
@@ -107,7 +107,7 @@ def goodput_table(seed: int = 0) -> list[Cell]:
           for name, (learners, elastic, row) in GOODPUT.items() for chips, published in zip(CHIPS, row)]
 
 
-# --- 5 % failing communication (arXiv 2606.22768; of what is not known, so each reading has its columns) --------------------
+# --- 5 % failing communication (arXiv 2606.22768; of what is not known, so each reading has its columns) ------------------
 
 
 def failure_table(probability: float = 0.05, bandwidth: str = "200Mbps", rounds: int = 400, seed: int = 0

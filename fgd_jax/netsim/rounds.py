@@ -113,7 +113,8 @@ class _Fleet:
     while r < self.rounds:
       self.current[m] = r
       self._begun(r).fire()
-      done, flying, crashed = 0, {}, False
+      done, crashed = 0, False
+      flying: dict[str, Event] = {}
       steps = self.times.draw(self.seed, m, r, self.plan.steps)
       for point, (blocking, due, departing) in self.points:
         if point > done:
@@ -124,8 +125,7 @@ class _Fleet:
         waited = [self._join(e, m, r) for e in blocking]
         waited += [self._due(e, flying.pop(e.name), r, m) for e in due]
         began = self.sim.now
-        for event in waited:
-          yield event
+        yield _all(waited)
         self._trace(m, r, "wait", began)
         for e in departing:
           flying[e.name] = self._join(e, m, r)
@@ -241,7 +241,8 @@ class _Fleet:
     e, there, failed = meeting.exchange, sorted(meeting.there), meeting.attempts.next()
     price = cost(e.kind, len(there))
     path = price.path if self.links.rates.ndim == 1 else price.edge
-    meeting.flight = self.net.send(self.links.collective(e.kind, there), (1.0 if failed is None else failed) * path * e.nbytes,
+    share = 1.0 if failed is None else failed
+    meeting.flight = self.net.send(self.links.collective(e.kind, there), share * path * e.nbytes,
                                    price.hops * self.links.latency)
 
     def landed(_: Any) -> None:
@@ -325,16 +326,21 @@ def simulate(plan: Plan, links: Links, times: StepTimes, drops: Drops | None = N
   if links.workers != plan.workers:
     raise ValueError(f"There are links for {links.workers} workers, and {plan.workers} workers.")
   if len(times.seconds) not in (1, plan.workers):
-    raise ValueError(f"step_seconds holds {len(times.seconds)} values for {plan.workers} workers; give one, or one for each.")
+    raise ValueError(f"step_seconds holds {len(times.seconds)} values for {plan.workers} workers; give one, or one for "
+                     "each.")
   if on_crash not in ("wait", "proceed"):
     raise ValueError(f"on_crash={on_crash!r} must be 'wait' or 'proceed'.")
   if rounds < 1:
     raise ValueError(f"rounds={rounds} must be at least 1.")
   none = Interruptions()
-  fleet = _Fleet(plan, links, times, drops or Drops(), crashes or none, pauses or none, on_crash, rounds, seed, traced_rounds)
+  fleet = _Fleet(plan, links, times, drops or Drops(), crashes or none, pauses or none, on_crash, rounds, seed,
+                 traced_rounds)
   for m in range(plan.workers):
     fleet.sim.start(fleet.worker(m))
   fleet.sim.run()
+  if any(fleet.active):
+    stuck = [m for m, on in enumerate(fleet.active) if on]
+    raise RuntimeError(f"Workers {stuck} still wait for something after all events.")
   elapsed = np.maximum(fleet.ended, 1e-300)
   total, done = float(elapsed.sum()), max(int(fleet.finished_rounds.sum()), 1)
   useful, down = float(fleet.useful.sum()), float(fleet.down.sum())

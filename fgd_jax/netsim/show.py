@@ -32,7 +32,7 @@ def timeline(spans: Sequence[Any], most: int = 8) -> str:
     first, last = round(s.start / end * WIDTH), max(round(s.end / end * WIDTH), round(s.start / end * WIDTH) + 1)
     for i in range(min(first, WIDTH - 1), min(last, WIDTH)):
       row[i] = MARKS.get(s.what, "=") if name == s.lane else "="
-  workers = [n for n in lanes if n.startswith("worker")]
+  workers = sorted((n for n in lanes if n.startswith("worker")), key=lambda n: int(n.split()[1]))
   others = [n for n in lanes if n not in workers]
   shown = workers[:most] + others[:most]
   pad = max(len(n) for n in shown)
