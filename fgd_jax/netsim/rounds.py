@@ -90,6 +90,7 @@ class _Fleet:
     self.absent_until = [0.0] * m  # rounds below it go without the worker
     self.meetings: dict[Any, _Meeting] = {}
     self.begun: dict[int, Event] = {}
+    self.pairs: dict[tuple[str, int], list[list[tuple]]] = {}
     self.retries = self.skipped = self.lost = 0
     self.traced, self.timeline = traced, []  # type: ignore[var-annotated]
     self.fault_rng = [stream(seed, 4, worker) for worker in range(m)]
@@ -194,14 +195,27 @@ class _Fleet:
     """Worker m is there for exchange e of round r; the event is the end of all its parts that concern m."""
     if e.mean:
       return self._arrive(e, r, tuple(range(self.plan.workers)), (), m)
-    matrix = e.topology.matrices[e.topology.choice(r)]
-    parts = []
-    for other in np.flatnonzero((matrix[m] > 1e-12) | (matrix[:, m] > 1e-12)):
-      if other != m:
-        pair = (min(m, int(other)), max(m, int(other)))
-        ways = tuple((j, i) for i, j in (pair, pair[::-1]) if matrix[i, j] > 1e-12)  # row i receives from j
-        parts.append(self._arrive(e, r, pair, ways, m))
-    return _all(parts)
+    return _all([self._arrive(e, r, pair, ways, m) for pair, ways in self._pairs(e, r)[m]])
+
+  def _pairs(self, e: Exchange, r: int) -> list[list[tuple]]:
+    """For each worker, the pairs of round r to which it belongs, with the directions (from, to) of their messages."""
+    choice = e.topology.choice(r)
+    known = self.pairs.get((e.name, choice))
+    if known is not None:
+      return known
+    ways: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for _, source in e.topology.bank[choice].terms:
+      for i, j in enumerate(np.asarray(source).tolist()):
+        if i != j:
+          ways.setdefault((min(i, j), max(i, j)), set()).add((j, i))
+    out: list[list[tuple]] = [[] for _ in range(self.plan.workers)]
+    for pair, both in sorted(ways.items()):
+      for m in pair:
+        out[m].append((pair, tuple(sorted(both))))
+    if len(self.pairs) >= 64:  # of large banks only the latest patterns are kept
+      self.pairs.clear()
+    self.pairs[e.name, choice] = out
+    return out
 
   def _arrive(self, e: Exchange, r: int, members: tuple[int, ...], ways: tuple, m: int) -> Event:
     key = (e.name, r, members)
