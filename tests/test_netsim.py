@@ -55,7 +55,8 @@ def test_fgd_table(capsys):
   """The seven published utilisations, each within 1 point, from one free number (the step time)."""
   cells = {(c["row"], c["column"]): c["simulated"] for c in printed(capsys, "table", "fgd")["cells"]}
   wanted = {("diloco", "100Mbps"): 36, ("diloco", "200Mbps"): 53, ("GlobalM1", "100Mbps"): 56, ("GlobalM1", "200Mbps"): 100,
-            ("GlobalM1LocalM2", "100Mbps"): 36, ("GlobalM1LocalM2", "200Mbps"): 66, ("GlobalM1LocalM2-subset", "100Mbps"): 45}
+            ("GlobalM1LocalM2", "100Mbps"): 36, ("GlobalM1LocalM2", "200Mbps"): 66,
+            ("GlobalM1LocalM2-subset", "100Mbps"): 45}
   assert cells.keys() == wanted.keys()
   for key, value in wanted.items():
     assert abs(cells[key] - value) <= 1, key
@@ -325,6 +326,18 @@ def test_goodput_closed_forms():
   assert simulate_goodput(8, 1_200_000, seed=1) == simulate_goodput(8, 1_200_000, seed=1)
 
 
+def test_barriers_cost_goodput():
+  """One learner waits for nobody; of two with stalls at different times, both lose what either loses."""
+  from fgd_jax.netsim.goodput import _with_barriers, simulate_goodput
+  one, barred = (simulate_goodput(1, 300_000, barrier=b).goodput for b in (0.0, 300.0))
+  assert barred == pytest.approx(one, rel=1e-9)
+  free, short, long = (simulate_goodput(8, 1_200_000, barrier=b).goodput for b in (0.0, 100.0, 3600.0))
+  assert short < long < free
+  stalls = [np.array([[10.0, 15.0]]), np.array([[40.0, 42.0], [70.0, 71.0]])]
+  assert _with_barriers(stalls, 100.0, 20.0) == pytest.approx(100 - 5 - 2 - 1)
+  assert _with_barriers([s[:1] for s in stalls], 100.0, 100.0) == pytest.approx(95)  # one round: the slower one
+
+
 def test_goodput_rule_of_thumb_uptime_and_scale(capsys):
   """M learners on N chips are as good as one on N/M (8.6); uptime about 100 % for M >= 4; 2.4M chips are cheap."""
   import time
@@ -362,7 +375,8 @@ def test_bits_and_codecs(capsys):
 
 
 def test_the_commands_json_and_picture(capsys, tmp_path):
-  words = ("utilization", "--params=1.498e9", "--bytes-per-param=2", "--workers=8", "--inner-steps=100", "--step-seconds=2.35")
+  words = ("utilization", "--params=1.498e9", "--bytes-per-param=2", "--workers=8", "--inner-steps=100",
+           "--step-seconds=2.35")
   one = printed(capsys, *words, "--method=GlobalM1LocalM2", "--bandwidth=100Mbps")
   assert one["compute_utilization"] == pytest.approx(0.36, abs=0.01) == one["closed_form_utilization"]
   assert one["round_seconds"] == pytest.approx(one["compute_seconds"] + one["stall_seconds"])
@@ -388,8 +402,8 @@ def test_recommend(capsys):
   assert not rows["data_parallel"]["reaches_target"] and rows["diloco"]["inner_steps"] >= 0.99 * 42 / (0.01 * 2)
 
 
-@pytest.mark.parametrize("text, bits", [("100Mbps", 1e8), ("1.5Gbit/s", 1.5e9), ("25GB/s", 2e11), ("10kbps", 1e4), ("1e9", 1e9),
-                                        ("200 Mb/s", 2e8)])
+@pytest.mark.parametrize("text, bits", [("100Mbps", 1e8), ("1.5Gbit/s", 1.5e9), ("25GB/s", 2e11), ("10kbps", 1e4),
+                                        ("1e9", 1e9), ("200 Mb/s", 2e8)])
 def test_bandwidths(text, bits):
   assert parse_bandwidth(text) == pytest.approx(bits)
 
@@ -408,9 +422,10 @@ def test_bandwidths(text, bits):
     (["utilization", "--params=1e9", "--step-seconds=1", "--bandwidth=1Gbps", "--method=streaming_diloco", "--fragments=3"],
      "must divide"),
     (["utilization", "--config=nowhere.py", "--step-seconds=1", "--bandwidth=1Gbps"], "nowhere.py"),
-    (["utilization", "--config=nowhere.py", "--workers=3", "--step-seconds=1", "--bandwidth=1Gbps"], "comes from the config"),
+    (["utilization", "--config=nowhere.py", "--workers=3", "--step-seconds=1", "--bandwidth=1Gbps"], "comes from the conf"),
     (["table", "nothing"], "invalid choice"), (["goodput", "--chips=3"], "chips=3"),
-    (["goodput", "--chip-years=0"], "mean_time=0"), (["recommend", "--bandwidth=1Gbps", "--step-seconds=1"], "params is missing"),
+    (["goodput", "--chip-years=0"], "mean_time=0"),
+    (["recommend", "--bandwidth=1Gbps", "--step-seconds=1"], "params is missing"),
     ([], "required")])
 def test_errors_are_one_sentence(capsys, words, says):
   with pytest.raises(SystemExit) as stopped:

@@ -30,8 +30,8 @@ def plan_of(name, workers, kind="ring", params=1e8):
        unit=st.sampled_from(["link", "message", "round"]), at=st.sampled_from(["end", "uniform"]),
        late=st.sampled_from(["skip", "wait"]), crash=st.sampled_from([0.0, 7.0, 60.0]), pause=st.sampled_from([0.0, 20.0]),
        on_crash=st.sampled_from(["wait", "proceed"]))
-def test_utilisation_is_a_share_and_time_adds_up(name, workers, seed, kind, cv, rate, matrix, p, unit, at, late, crash, pause,
-                                                 on_crash):
+def test_utilisation_is_a_share_and_time_adds_up(name, workers, seed, kind, cv, rate, matrix, p, unit, at, late, crash,
+                                                 pause, on_crash):
   """In [0, 1], whatever goes wrong; every run ends; compute, down and stalled time are the round."""
   rate = np.array(rate[:workers**2]).reshape(workers, workers) if matrix else np.array(rate[:workers])
   r = netsim.simulate(plan_of(name, workers, kind), Links(rate), StepTimes((1.0,), cv), Drops(p, unit, at, late),

@@ -99,6 +99,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--" + key.replace("_", "-"), type=float, default=getattr(model, key), help=f"seconds (default "
                    f"{getattr(model, key):g}; goodput.py says what of)")
   p.add_argument("--slice-chips", type=int, default=model.slice_chips, help="chips that are away with a failed one")
+  p.add_argument("--barrier-seconds", type=float, default=0.0, help="learners wait for each other after so many seconds of "
+                 "computing, as in DiLoCo (default 0: never)")
   p.add_argument("--days", type=float, default=7.0, help="simulated")
   p.add_argument("--seed", type=int, default=0)
   p.add_argument("--json", action="store_true", help="print one JSON object")
@@ -189,8 +191,8 @@ def _failures(args: argparse.Namespace) -> tuple[Any, str]:
 def _goodput(args: argparse.Namespace) -> tuple[Any, str]:
   model = ChipFailures(args.chip_years * YEAR, args.shape, args.restart, args.scale_down, args.scale_up, args.gather,
                        args.slice_chips, args.away)
-  result = dataclasses.asdict(
-      simulate_goodput(args.learners, args.chips, model, not args.rigid, args.days / 7 * WEEK, args.seed))
+  result = dataclasses.asdict(simulate_goodput(
+      args.learners, args.chips, model, not args.rigid, args.days / 7 * WEEK, args.seed, args.barrier_seconds))
   if args.shape != 1:
     result["closed_form"] = math.nan
   expected = "" if math.isnan(result["closed_form"]) else f" (closed form {100 * result['closed_form']:.1f} %)"

@@ -9,7 +9,9 @@ stalls the whole learner:
             in `gather` seconds, with all slices that are back by then.
 
 What fails during a stall is dealt with in that stall. Learners never wait for each other (quorum 1), so the goodput of M
-learners is the mean over them. With failures at rate F a second, and elastic ones counted without the slices that are away,
+learners is the mean over them; with a `barrier` they do, as the workers of DiLoCo or of a global Mix1: after so many seconds
+of computing everybody waits for the last one. With failures at rate F a second, and elastic ones counted without the slices
+that are away,
 
   rigid     goodput = 1 / (1 + F restart)
   elastic   goodput ~ (1 - scale_up / (1/F + gather + scale_up)) / (1 + F scale_down)
@@ -90,7 +92,7 @@ class ChipFailures:
 class Goodput:
   """Attributes:
     goodput: share of the chips' time in which they did work that counts.
-    uptime: share of the time in which at least one learner advanced.
+    uptime: share of the time in which at least one learner did not stall.
     closed_form: of the goodput, from the formulas above.
     failures: of chips in the simulated time. stalls: of all learners.
   """
@@ -143,8 +145,12 @@ def _stalls(model: ChipFailures, failures: np.ndarray, back: np.ndarray, elastic
 
 
 def simulate_goodput(learners: int, chips: int, model: ChipFailures | None = None, elastic: bool = True,
-                     seconds: float = WEEK, seed: int = 0) -> Goodput:
+                     seconds: float = WEEK, seed: int = 0, barrier: float = 0.0) -> Goodput:
   """Simulates `learners` on `chips` chips in all; 1 elastic learner is elastic data parallelism.
+
+  Args:
+    seconds: that are simulated. seed: of all draws.
+    barrier: seconds of computing after which all learners wait for each other (0: never). Time they wait is lost.
 
   Raises:
     ValueError: fewer chips than learners, or a time that is not positive.
@@ -154,23 +160,46 @@ def simulate_goodput(learners: int, chips: int, model: ChipFailures | None = Non
     raise ValueError(f"chips={chips} must be at least learners={learners}, which must be at least 1.")
   if not 0 < seconds < math.inf:
     raise ValueError(f"seconds={seconds:g} must be positive.")
+  if not 0 <= barrier <= seconds:
+    raise ValueError(f"barrier={barrier:g} must be a number of seconds, at least 0 and at most the {seconds:g} simulated.")
   per, all_failures, all_stalls = chips // learners, 0, 0
-  goodputs, changes = [], []
+  present, computing, changes = [], [], []
   for learner in range(learners):
     rng = np.random.default_rng([seed, learner])
     failures = model.failures(rng, per, seconds)
     away = model.absences(rng, len(failures)) if elastic else np.zeros(len(failures))
     spans = np.array(_stalls(model, failures, np.sort(failures + away), elastic)).reshape(-1, 2)
     spans = np.minimum(spans, seconds)
-    stalled = float((spans[:, 1] - spans[:, 0]).sum())
+    computing.append(seconds - float((spans[:, 1] - spans[:, 0]).sum()))
     missing = float((np.minimum(failures + away, seconds) - failures).sum()) * min(model.slice_chips, per) / per
-    running = seconds - stalled
-    goodputs.append(running / seconds * max(1 - missing / seconds, 0.0))
+    present.append(max(1 - missing / seconds, 0.0))
     all_failures, all_stalls = all_failures + len(failures), all_stalls + len(spans)
     changes.append(spans)
+  if barrier:
+    computing = [_with_barriers(changes, seconds, barrier)] * learners
+  goodputs = [time / seconds * share for time, share in zip(computing, present)]
+  alone = not barrier or learners == 1
   return Goodput(goodput=float(np.mean(goodputs)), uptime=1 - _all_stalled(changes, seconds),
-                 closed_form=closed_form(per, model, elastic), failures=all_failures, stalls=all_stalls,
-                 learner_goodput=[float(g) for g in goodputs])
+                 closed_form=closed_form(per, model, elastic) if alone else math.nan, failures=all_failures,
+                 stalls=all_stalls, learner_goodput=[float(g) for g in goodputs])
+
+
+def _with_barriers(stalls: list[np.ndarray], seconds: float, barrier: float) -> float:
+  """Seconds of computing of each learner when all wait for the last one after every `barrier` seconds of it."""
+  curves = []  # wall clock and computing time at every change
+  for spans in stalls:
+    wall = np.concatenate([[0.0], spans.ravel(), [seconds]])
+    curves.append((wall, np.concatenate([[0.0], np.cumsum(np.diff(wall) * (np.arange(len(wall) - 1) % 2 == 0))])))
+  now, rounds = 0.0, 0
+  while True:
+    ends = []
+    for wall, done in curves:
+      wanted = float(np.interp(now, wall, done)) + barrier
+      if wanted > done[-1]:  # the last round is cut off: what the slowest has done of it counts
+        return rounds * barrier + min(float(d[-1] - np.interp(now, w, d)) for w, d in curves)
+      at = int(np.searchsorted(done, wanted))  # the first change at which so much is done
+      ends.append(float(wall[at] - (done[at] - wanted)))
+    now, rounds = max(ends), rounds + 1
 
 
 def _all_stalled(spans: list[np.ndarray], seconds: float) -> float:
