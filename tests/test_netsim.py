@@ -232,9 +232,20 @@ def test_late_mean_that_failed_waits_or_is_skipped():
   for policy, late in (("wait", wait), ("skip", 0.0)):
     drops = Drops(p, late_mix1=policy)
     assert closed.round_seconds(plan("GlobalM1"), links, 1.0, drops) == pytest.approx(10 + late)
-    result = netsim.simulate(plan("GlobalM1"), links, StepTimes((1.0,)), drops, rounds=3000)
-    assert result.round_seconds == pytest.approx(10 + late, rel=0.01)
+    result = netsim.simulate(plan("GlobalM1"), links, StepTimes((1.0,)), drops, rounds=2000)
+    assert result.round_seconds == pytest.approx(10 + late, rel=0.02)
     assert result.skipped == pytest.approx(p if policy == "skip" else 0, abs=0.03)
+
+
+@pytest.mark.parametrize("drops", [Drops(0.3), Drops(0.1, "link", late_mix1="wait"), Drops(0.3, "round", late_mix1="wait"),
+                                   Drops(0.4, at="uniform"), Drops(0.4, late_mix1="wait")])
+@pytest.mark.parametrize("method", ["GlobalM1", "GlobalM1LocalM2", "LocalM1M2", "data_parallel", "streaming_diloco"])
+def test_closed_form_equals_events_with_failures(method, drops):
+  """Where there is a closed form: the long-run mean of the simulated rounds, means of 2.9 s in 10 s of compute."""
+  p, links = plan(method, options={"fragments": 5} if "streaming" in method else None), Links(np.full(M, 0.6 * GBIT))
+  wanted = closed.round_seconds(p, links, 1.0, drops)
+  if wanted is not None:
+    assert netsim.simulate(p, links, StepTimes((1.0,)), drops, rounds=400).round_seconds == pytest.approx(wanted, rel=0.025)
 
 
 def test_a_skipped_mean_leaves_the_link_to_mix2():
@@ -362,6 +373,9 @@ def test_bytes_of_a_config_are_those_the_round_counts(capsys):
   assert got["bytes_blocking"] == pytest.approx(4 * (2 * 128_256 * 2048 + 2 * layer))
   several = printed(capsys, "utilization", f"--config={ROOT}/configs/llama_1p5b.py:workers=4", "--method=diloco,GlobalM1",
                     "--step-seconds=4.7", "--bandwidth=200Mbps")["results"]
+  coded = printed(capsys, "utilization", f"--config={ROOT}/configs/llama_1p5b.py:workers=4,method.codec=bf16",
+                  "--method=gasloc", "--step-seconds=4.7", "--bandwidth=200Mbps")
+  assert coded["bytes_blocking"] == 2 * total
   assert [(r["bytes_overlapped"], r["bytes_blocking"]) for r in several] == [(0, 6.0 * total), (6.0 * total, 0)]
 
 

@@ -17,6 +17,7 @@ from fgd_jax.netsim.rounds import simulate
 
 WORKERS, STEPS = 8, 100
 EXACT_ROUNDS, RANDOM_ROUNDS = 3, 200  # simulated where nothing is random, and otherwise
+TIMELINE = 2000  # spans of the first round that are reported
 LAYERED = ("data_parallel", "diloco", "streaming_diloco")  # that the per-layer model knows
 RECOMMEND_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
@@ -55,8 +56,8 @@ def plans_of(args: argparse.Namespace) -> list[tuple[Plan, float]]:
       if getattr(args, key) is not None:
         raise ValueError(f"{key}={getattr(args, key)} comes from the config here; set it after the colon of --config, or "
                          "leave --config out.")
-    joint = "," if ":" in args.config else ":"
-    words = [f"{args.config}{joint}method={name}" for name in names] or [args.config]
+    path, _, settings = args.config.partition(":")  # the method first: it unsets the options of the config's own
+    words = [f"{path}:method={name}" + (f",{settings}" if settings else "") for name in names] or [args.config]
     return [plan_of_config(load_config(word), args.transfer) for word in words]
   if args.params is None:
     raise ValueError("params is missing; give --params=1.5e9, or --config=FILE to take the model from a training config.")
@@ -115,7 +116,7 @@ def run(plan: Plan, links: Links, times: StepTimes, chaos: Chaos, rounds: int | 
     expected = closed.utilization(plan, links, times.seconds[0], chaos.drops)
   spans = result.pop("timeline")
   return {**result, "closed_form_utilization": expected,
-          "timeline": [dict(zip(("lane", "what", "start", "end"), span)) for span in spans]}
+          "timeline": [dict(zip(("lane", "what", "start", "end"), span)) for span in spans[:TIMELINE]]}
 
 
 def _layered(plan: Plan, links: Links, step_seconds: float, layers: int) -> dict[str, Any]:

@@ -40,15 +40,16 @@ def round_seconds(plan: Plan, links: Links, step_seconds: float, drops: Drops | 
     if links.latency and not e.blocking and len(plan.exchanges) > 1 and alone > step_seconds * (e.due - e.start):
       return None  # what shares a link with a latency is left to the simulation
     p = drops.of(plan.workers, e.mean)
+    if p and drops.at == "uniform" and (not e.mean or not e.blocking and (alone > step_seconds * (e.due - e.start)
+                                                                          or drops.late_mix1 == "wait")):
+      return None  # how long it takes depends on the draw, and the longest of several counts
     if e.blocking:
-      total += alone * (_attempts_cost(p, drops) if e.mean else 1 if drops.at == "end" else 1 - p / 2)
+      total += alone * (_attempts_cost(p, drops) if e.mean else 1)
       continue
     if e.start < busy_until:
       return None
     busy_until, window = e.due, step_seconds * (e.due - e.start)
     total += _late(alone, window, p if e.mean else 0.0, drops)
-    if drops.probability and drops.at == "uniform" and alone > window:
-      return None  # the share that is left depends on the draw
   return total
 
 
@@ -60,14 +61,12 @@ def _attempts_cost(p: float, drops: Drops) -> float:
 
 def _late(alone: float, window: float, p: float, drops: Drops) -> float:
   """Expected time for which an overlapped exchange is waited for after its window."""
-  if not p or drops.late_mix1 == "skip":
+  if not p or not alone or drops.late_mix1 == "skip":
     return max(alone - window, 0.0)
-  fits = math.floor(window / alone + 1e-12) if alone else 0
-  expected, weight = 0.0, p**fits  # E max(n alone - window, 0) for n attempts, geometric
-  if not alone:
-    return 0.0
-  expected = weight * ((fits + 1) * alone - window + alone * p / (1 - p))
-  return expected
+  if drops.unit == "round":
+    return (1 - p) * max(alone - window, 0.0) + p * max(2 * alone - window, 0.0)
+  fits = math.floor(window / alone + 1e-12)  # attempts in the window; E max(n alone - window, 0) for n geometric:
+  return p**fits * ((fits + 1) * alone - window + alone * p / (1 - p))
 
 
 def utilization(plan: Plan, links: Links, step_seconds: float, drops: Drops | None = None) -> float | None:

@@ -358,9 +358,10 @@ def simulate(plan: Plan, links: Links, times: StepTimes, drops: Drops | None = N
   elapsed = np.maximum(fleet.ended, 1e-300)
   total, done = float(elapsed.sum()), max(int(fleet.finished_rounds.sum()), 1)
   useful, down = float(fleet.useful.sum()), float(fleet.down.sum())
+  stall = total - useful - down
   return Result(
       compute_utilization=useful / total, round_seconds=total / done, compute_seconds=useful / done,
-      stall_seconds=max(total - useful - down, 0.0) / done, down_seconds=down / done,
+      stall_seconds=stall / done if stall > 1e-12 * total else 0.0, down_seconds=down / done,
       bytes_overlapped=plan.bytes_overlapped, bytes_blocking=plan.bytes_blocking,
       worker_utilization=[float(u) for u in fleet.useful / elapsed], rounds=rounds, retries=fleet.retries / rounds,
       skipped=fleet.skipped / rounds, lost_pairs=fleet.lost / rounds, events=fleet.sim.count,
