@@ -1,0 +1,18 @@
+"""Network and failure simulator: what share of the time do workers compute, for a method, a link and a failure rate?
+
+    python -m fgd_jax.netsim utilization --method=GlobalM1LocalM2 --params=1.498e9 --bandwidth=100Mbps --step-seconds=2.35
+    python -m fgd_jax.netsim table fgd | table streaming --size=1B | table goodput | table failures
+    python -m fgd_jax.netsim goodput --learners=8 --chips=1200000
+
+plan.py says what a method sends and when; rounds.py plays it out as events, closed.py has formulas beside it; layers.py is
+the per-layer model of one data centre's step; goodput.py simulates millions of chips that fail. Nothing here needs a device.
+"""
+
+from fgd_jax.netsim.closed import utilization as closed_form
+from fgd_jax.netsim.failures import Drops, Interruptions, StepTimes
+from fgd_jax.netsim.links import Links, parse_bandwidth, read_links
+from fgd_jax.netsim.plan import Exchange, Plan, make_plan, plan_of_config
+from fgd_jax.netsim.rounds import Result, simulate
+
+__all__ = ["Drops", "Exchange", "Interruptions", "Links", "Plan", "Result", "StepTimes", "closed_form", "make_plan",
+           "parse_bandwidth", "plan_of_config", "read_links", "simulate"]

@@ -1,0 +1,164 @@
+"""What goes wrong: exchanges that fail, workers that crash and come back or pause, inner steps of uneven length."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+UNITS = ("link", "message", "round")
+YEAR = 365.25 * 86400.0
+
+
+def stream(*words: int | str) -> np.random.Generator:
+  """Random numbers that depend on `words` alone, not on the order in which things happen."""
+  return np.random.default_rng([zlib.crc32(w.encode()) if isinstance(w, str) else int(w) for w in words])
+
+
+@dataclasses.dataclass(frozen=True)
+class Drops:
+  """Exchanges that fail (methods-core.md, 4.7: the FGD paper's 5 % leaves open of what, and what a restart costs).
+
+  Attributes:
+    probability: p.
+    unit: "message": every attempt of an exchange fails with p, be it a collective or the swap of a pair;
+      "link": every worker's link fails with p, so that a collective of n fails with 1 - (1-p)^n and a swap with p;
+      "round": with p a round is bad, and in it the first attempt of every exchange fails.
+    at: when a failure is noticed: "end", after the whole transfer, or "uniform", at any point of it.
+    late_mix1: "skip": an overlapped mean of which an attempt failed is given up if it is not there when it is due;
+      "wait": it is waited for.
+  """
+
+  probability: float = 0.0
+  unit: str = "message"
+  at: str = "end"
+  late_mix1: str = "skip"
+
+  def __post_init__(self):
+    if not 0 <= self.probability < 1:
+      raise ValueError(f"drop={self.probability:g} must be a probability below 1.")
+    for key, value, known in (("drop_unit", self.unit, UNITS), ("drop_at", self.at, ("end", "uniform")),
+                              ("late_mix1", self.late_mix1, ("skip", "wait"))):
+      if value not in known:
+        raise ValueError(f"{key}={value!r} must be one of {', '.join(known)}.")
+
+  def of(self, members: int, mean: bool) -> float:
+    """Probability that one attempt of an exchange of `members` workers fails (unit "round": that of a first attempt)."""
+    return 1 - (1 - self.probability) ** members if self.unit == "link" and mean else self.probability
+
+  def attempts(self, seed: int, name: str, r: int, members: tuple[int, ...], mean: bool) -> "Attempts":
+    """The fate of an exchange in round r."""
+    if not self.probability:
+      return Attempts(None, 0.0, "end", False)
+    if self.unit == "round":
+      bad = bool(stream(seed, 1, r).random() < self.probability)
+      return Attempts(stream(seed, 2, name, r, *members), 0.0, self.at, bad)
+    return Attempts(stream(seed, 2, name, r, *members), self.of(len(members), mean), self.at, False)
+
+
+@dataclasses.dataclass
+class Attempts:
+  """Draws whether attempts fail, one after the other."""
+
+  rng: np.random.Generator | None
+  probability: float
+  at: str
+  first_fails: bool
+
+  def next(self) -> float | None:
+    """None: this attempt succeeds; otherwise the share of the transfer after which it fails."""
+    if self.rng is None:
+      return None
+    fails = self.rng.random() < self.probability or self.first_fails
+    self.first_fails = False
+    return (1.0 if self.at == "end" else float(self.rng.uniform())) if fails else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Interruptions:
+  """Crashes or pauses of a worker while it computes.
+
+  Attributes:
+    every: mean seconds of computing between two of them (0: never).
+    seconds: mean time until the worker is back.
+    shape: of the Weibull distribution of the time between them (1: exponential, a Poisson process).
+    fixed: `seconds` is always the same; otherwise exponential.
+  """
+
+  every: float = 0.0
+  seconds: float = 0.0
+  shape: float = 1.0
+  fixed: bool = True
+
+  def __post_init__(self):
+    if not (self.every >= 0 and self.seconds >= 0 and self.shape > 0 and math.isfinite(self.every + self.seconds)):
+      raise ValueError(f"Interruptions every {self.every:g} s for {self.seconds:g} s with Weibull shape {self.shape:g}: "
+                       "times must not be negative and the shape must be positive.")
+
+  def gap(self, rng: np.random.Generator) -> float:
+    """Seconds of computing until the next one."""
+    if not self.every:
+      return math.inf
+    return float(self.every / math.gamma(1 + 1 / self.shape) * rng.weibull(self.shape))
+
+  def length(self, rng: np.random.Generator) -> float:
+    return self.seconds if self.fixed else float(rng.exponential(self.seconds))
+
+
+class StepTimes(NamedTuple):
+  """Seconds of an inner step.
+
+  Attributes:
+    seconds: mean of each worker, one or [M].
+    jitter: 0, or the coefficient of variation.
+    kind: of the distribution around the mean: "lognormal", "gamma" or "uniform".
+  """
+
+  seconds: tuple[float, ...]
+  jitter: float = 0.0
+  kind: str = "lognormal"
+
+  def mean(self, worker: int) -> float:
+    return self.seconds[worker % len(self.seconds)]
+
+  def draw(self, seed: int, worker: int, r: int, steps: int) -> np.ndarray:
+    """Seconds of the steps [H] of a worker's round r."""
+    mean, cv = self.mean(worker), self.jitter
+    if not cv:
+      return np.full(steps, mean)
+    rng = stream(seed, 3, worker, r)
+    if self.kind == "lognormal":
+      sigma2 = math.log1p(cv**2)
+      return mean * rng.lognormal(-sigma2 / 2, math.sqrt(sigma2), steps)
+    if self.kind == "gamma":
+      return mean * rng.gamma(1 / cv**2, cv**2, steps)
+    half = cv * math.sqrt(3)
+    return mean * rng.uniform(max(1 - half, 0), 1 + half, steps)
+
+
+def parse_step_times(text: str, jitter: str = "0") -> StepTimes:
+  """From "2.35" or "2.35;2.35;4.7" and a jitter "0.2", "gamma:0.2", "uniform:0.1".
+
+  Raises:
+    ValueError: one sentence.
+  """
+  try:
+    seconds = tuple(float(word) for word in text.split(";"))
+  except ValueError:
+    seconds = ()
+  if not seconds or not all(0 < s < math.inf for s in seconds):
+    raise ValueError(f"step_seconds={text!r} must be a positive number of seconds, or one for each worker (a;b;c).")
+  kind, _, value = jitter.rpartition(":")
+  try:
+    cv = float(value)
+  except ValueError:
+    cv = math.nan
+  if (kind or "lognormal") not in ("lognormal", "gamma", "uniform") or not 0 <= cv < math.inf:
+    raise ValueError(f"jitter={jitter!r} must be a coefficient of variation, at least 0, or lognormal:, gamma: or "
+                     "uniform: and one.")
+  if kind == "uniform" and cv > 1 / math.sqrt(3):
+    raise ValueError(f"jitter={jitter!r}: a uniform step time cannot vary by more than 0.577 of its mean.")
+  return StepTimes(seconds, cv, kind or "lognormal")
