@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 from typing import Any
 
-from fgd_jax.methods.base import Fragmented, Method
+from fgd_jax.methods.base import Method
 from fgd_jax.methods.data_parallel import DataParallel
 from fgd_jax.methods.diloco import DiLoCo, IsoLoCo
 from fgd_jax.methods.eager import EagerDiLoCo
 from fgd_jax.methods.fgd import FactoredGossip
+from fgd_jax.methods.fragmented import Fragmented
 from fgd_jax.methods.gasloc import GASLoC
 from fgd_jax.methods.local import Local
 from fgd_jax.methods.noloco import NoLoCo

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Fragmented, outer_step
+from fgd_jax.methods.base import outer_step
+from fgd_jax.methods.fragmented import Fragmented
 
 
 @dataclasses.dataclass(frozen=True)
