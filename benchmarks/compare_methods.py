@@ -1,6 +1,6 @@
 """Tunes every method, trains it on paired seeds, and writes one table, one CSV and one plot.
 
-    python benchmarks/compare_methods.py --out=runs/compare [--methods=diloco,noloco] [key=value ...]
+    python benchmarks/compare_methods.py --out=runs/compare [--methods="diloco;noloco"] [key=value ...]
 
 Each method gets the same effort: its grid of settings (below) on the tuning seeds, then the best of them on the final seeds,
 which tuning never saw. One process trains a method with all its settings; a run is a line of METHOD.csv as soon as it is
@@ -154,17 +154,17 @@ def append(path: str, row: dict) -> None:
   os.replace(path + ".tmp", path)
 
 
-def summarise(out: str, names: list[str], final: list[int]) -> str:
-  """Writes results.csv, results.md and results.png; returns the table."""
+def summarise(out: str, final: list[int]) -> str:
+  """Writes results.csv, results.md and results.png from all methods of the folder; returns the table."""
   import numpy as np
 
-  rows = [row for name in names for row in read(os.path.join(out, f"{name}.csv"))]
+  rows = [row for name in ENTRIES for row in read(os.path.join(out, f"{name}.csv"))]
   with open(os.path.join(out, "results.csv"), "w", newline="") as f:
     writer = csv.DictWriter(f, FIELDS)
     writer.writeheader()
     writer.writerows(rows)
   chosen = [r for r in rows if r["purpose"] == "final" and int(r["seed"]) in final]
-  kept = {name: [r for r in chosen if r["method"] == name] for name in names}
+  kept = {name: [r for r in chosen if r["method"] == name] for name in ENTRIES}
   loss = {name: {int(r["seed"]): float(r["eval_loss"]) for r in mine} for name, mine in kept.items()}
   spread = lambda v, sign="": f"{np.mean(v):{sign}.3f} ± {np.std(v, ddof=1) / np.sqrt(len(v)):.3f}" if len(v) > 1 else ""
   head = ("method", "tuned", "held-out loss", "minus DiLoCo, paired", "workers' mean", "consensus L2", "JS", "MB overlapped",
@@ -243,7 +243,7 @@ def main() -> None:
         running.pop(name)
         failed += [name] if process.returncode else []
     time.sleep(0.5)
-  print("\n" + summarise(args.out, names, final))
+  print("\n" + summarise(args.out, final))
   if failed:
     sys.exit(f"Failed: {', '.join(failed)}; the same command tries them again.")
 

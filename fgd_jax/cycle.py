@@ -23,7 +23,7 @@ from jax import lax
 
 from fgd_jax.inner import Inner
 from fgd_jax.methods import Fragmented
-from fgd_jax.methods.base import unsent
+from fgd_jax.methods.base import narrowed, unsent, widened
 from fgd_jax.mixing import Context
 from fgd_jax.mixing.fragments import FLAT, Fragments
 from fgd_jax.sharding import FSDP, TENSOR, constrain
@@ -74,7 +74,7 @@ class Cycle:
       outs.append(out)
       slot += n
     loss, aux = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *outs)
-    return *carry, (w if self.delay == 0 else carry[0]), loss, aux
+    return *carry, (carry[0] if self.delay else w), loss, aux
 
   def _slot(self, parts: Fragments, group: Sequence[int], carry: Any, p: Any, slot: Any, batches: PyTree) -> Any:
     """One slot with fragment p of this group of equal ones; returns the carry, w before the exchange, (loss, aux)."""
@@ -93,7 +93,6 @@ class Cycle:
       part = self._part(parts, z, fs, p, group)
       sent, _, memo = self._each(self.method.depart, part, fs, ctx)
       x = self.method.mix1.finish(self.method.mix1.start(sent, ctx), sent, ctx)
-      z, fs = self._landed(parts, z, part, x, fs, memo, sent, due, ctx, p, group)
     else:
       part = self._part(parts, z, fs, p, group)
       sent, moved, memo = self._each(self.method.depart, part, fs, ctx)
@@ -106,12 +105,11 @@ class Cycle:
       z, opt, loss, aux, riding = self._steps(z, opt, early, riding, first, loop=True)
       z, raw = lax.optimization_barrier((z, raw if riding is None else jax.tree.map(lambda x: x[0], riding)))
       x = self.method.mix1.finish(raw, sent, carried)
-      part = self._part(parts, z, fs, p, group)
-      z, fs = self._landed(parts, z, part, x, fs, memo, sent, due, ctx, p, group)
-      if self.delay < self.length:
-        z, opt, rest_loss, rest_aux, _ = self._steps(z, opt, late, None, first + self.delay)
-        loss, aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), (loss, aux), (rest_loss, rest_aux))
-      before = z
+      part, before = self._part(parts, z, fs, p, group), z
+    z, fs = self._landed(parts, z, part, x, fs, memo, sent, due, ctx, p, group)
+    if 0 < self.delay < self.length:
+      z, opt, rest_loss, rest_aux, _ = self._steps(z, opt, late, None, first + self.delay)
+      loss, aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), (loss, aux), (rest_loss, rest_aux))
     write = lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), position, axis=1)
     updated = jax.tree.map(write, ms[g], fs)
     return (z, opt, (*ms[:g], updated, *ms[g + 1:])), before, (loss, aux)
@@ -164,13 +162,3 @@ def _divided(part: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _where(due: Any, new: PyTree, old: PyTree) -> PyTree:
   return new if due is True else jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
-
-
-def widened(tree: PyTree) -> PyTree:
-  """Floating leaves in float32 at least."""
-  return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
-
-
-def narrowed(tree: PyTree, like: PyTree) -> PyTree:
-  """Leaves in the dtypes of `like`."""
-  return jax.tree.map(lambda x, l: x.astype(l.dtype), tree, like)

@@ -99,8 +99,7 @@ def plan(form: str, method: Method, workers: Workers, steps: int) -> Plan:
     if ring is not None:
       if ring.hops_per_step == 2:
         return Plan("ring", {}, f"Mix1 may block in part: {steps} inner steps carry two hops each, of which the second was "
-                                f"seen to "
-                    "be exposed; python -m fgd_jax.aot shows it.", ring)
+                    "seen to be exposed; python -m fgd_jax.aot shows it.", ring)
       warning = ("" if ring.positions < _RING_SEEN else
                  f"Mix1 may block: in a ring of {ring.positions} positions the hops were seen to be synchronous; "
                  "python -m fgd_jax.aot shows it.")

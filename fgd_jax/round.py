@@ -29,9 +29,10 @@ from fgd_jax import host
 from fgd_jax import measure as measures
 from fgd_jax import overlap as overlap_forms
 from fgd_jax.arguments import alive_mask, check_build, check_params, check_round, shares, strong
-from fgd_jax.cycle import Cycle, narrowed, widened
+from fgd_jax.cycle import Cycle
 from fgd_jax.inner import Inner
 from fgd_jax.methods import Fragmented, Method
+from fgd_jax.methods.base import narrowed, widened
 from fgd_jax.mixing import Context, path_of
 from fgd_jax.mixing.pack import Packing
 from fgd_jax.sharding import Rules, like_params, param_specs

@@ -1,4 +1,4 @@
-"""Codecs against NumPy in float64: numbers, bytes on the wire, symmetry, bias, non-finite values, error feedback."""
+"""Codecs against NumPy in float64: numbers, bytes on the wire, symmetry, bias, non-finite values."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from fgd_jax.mixing.codec import CODECS, error_feedback, make_codec
+from fgd_jax.mixing.codec import CODECS, make_codec
 
 NAMES = ["bf16", "int8", "int4", "e3m0", "topk"]
 SCALED = ["int8", "int4", "e3m0"]
@@ -276,43 +276,6 @@ def test_payloads_travel_inside_shard_map():
   received = jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(x)
   for got, sent in zip(received, jit(alone)(x), strict=True):
     np.testing.assert_allclose(got, np.roll(sent, 1, axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("codec", [None, "bf16", "e3m0", "topk", ("int8", {"stochastic": True})], ids=str)
-def test_error_feedback_telescopes(codec, x64):
-  codec, rounds = make_codec(codec), 40
-  x = gaussian((rounds, 3, 100))
-
-  def step(error, inputs):
-    sent, error = error_feedback(inputs[0], error, codec, inputs[1])
-    return error, sent
-
-  keys = np.arange(2 * rounds, dtype=np.uint32).reshape(rounds, 2)
-  error, sent = jit(lambda *inputs: jax.lax.scan(step, jnp.zeros((3, 100)), inputs))(x, keys)
-  sent = np.asarray(sent)
-  assert codec is None or np.any(sent != x)
-  np.testing.assert_allclose(sent.sum(0) + np.asarray(error), x.sum(0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["int4", "topk"])
-def test_error_feedback_with_decay_follows_the_recurrence(name, x64):
-  x, e = gaussian((5, 2, 150)), np.zeros((2, 150))
-  error = e
-  feed = jit(lambda x, error: error_feedback(x, error, make_codec(name), None, decay=0.9))
-  for t in range(5):
-    sent, error = feed(x[t], error)
-    target = 0.9 * e + x[t]
-    expected = oracle(name, target)
-    e = target - expected
-    np.testing.assert_allclose(sent, expected, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(error, e, rtol=0, atol=1e-12)
-
-
-def test_error_feedback_keeps_the_error_in_float32_at_least():
-  x, e = np.full(4, 1.125, jnp.bfloat16), np.full(4, 1e-4, np.float32)
-  sent, error = jit(lambda x, e: error_feedback(x, e, make_codec("int4"), None))(x, e)
-  assert sent.dtype == error.dtype == jnp.float32
-  np.testing.assert_allclose(np.asarray(sent) + np.asarray(error), 1.1251, rtol=1e-7)
 
 
 def test_make_codec():

@@ -200,10 +200,11 @@ def test_fragments_are_a_partition(x64, stacked, fragments, order, ends):
 
 
 def test_joined_ends_go_to_the_first_and_last_layers():
-  parts = make_fragments(2, "sequential", layered(False), "joined")
-  assert "embed/embedding" in parts.take(layered(False), 0)
-  keys = list(layered(False))
-  assert keys.index("final_norm") < keys.index("layers_0")  # before the layers in the tree, so it joins the first one too
+  """By the tree's order, which sorts keys: embed and final_norm come before layers_0, unembed after the last."""
+  tree = layered(False) | {"unembed": np.ones(3)}
+  parts = make_fragments(2, "sequential", tree, "joined")
+  outside = [{key for key in parts.take(tree, p) if not key.startswith("layers")} for p in range(2)]
+  assert outside == [{"embed/embedding", "final_norm"}, {"unembed"}]
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -1,13 +1,9 @@
 """Where a compiled round places its cross-worker collectives: beside the inner steps, or in their way.
 
 A collective is *overlapped* when its start, with the operands, stands before the `while` of the inner steps and its done
-after it, or, where steps are written out, when their matrix products stand between the two; so do those of a ring's hops. '
-                                                                                                                  'What '
-                                                                                                                  'Mix1 '
-                                                                                                                  'sends in '
-                                                                                                                  'any other
-place is *exposed*; what depends on the result of the inner steps (Mix2) is *blocking*. This is the compiler's order of
-instructions, not a timing.
+after it, or, where steps are written out (and for the hops of a ring), when matrix products of a step stand between the two.
+What Mix1 sends in any other place is *exposed*; what depends on the result of the inner steps (Mix2) is *blocking*. This is
+the compiler's order of instructions, not a timing.
 
 Mix1 and Mix2 are told apart by the named scopes `mix1` and `mix2`; where the compiler dropped them (combined collectives,
 transfers between slices) by data: Mix1 does not depend on the scan, Mix2 does.
@@ -171,7 +167,7 @@ class _Reader:
         inner = [i for i, y in enumerate(body) if self._holds_inner(y)]
         trips = hlo.trip_count(self.module, x)
         # Several workers in turn, or the fragments of a streaming method, whose few steps may be written out.
-        if not _INNER.search(x.op_name) and (inner or any(_STEP.search(y.op_name) for y in body)):
+        if not _INNER.search(x.op_name) and (inner or any(map(self._step, body))):
           out += self._level(body, inner, times * (trips or 1))
         else:
           out += self._scan(body, times * (trips or self.inner_steps))

@@ -57,8 +57,6 @@ def option_names(name: str) -> list[str]:
   """The options that `make(name, ...)` takes."""
   base = PRESETS.get(name, (name, {}))[0]
   hidden = set(METHODS[base].mixers) - ({"mix1", "mix2"} if base == "fgd" else set())  # elsewhere the method says what mixes
-  if base in ("noloco", "gasloc"):
-    hidden |= {"outer", "outer_lr", "outer_momentum", "outer_clip"}  # they have their own outer steps
   return [f.name for f in dataclasses.fields(METHODS[base]) if f.name not in hidden]
 
 

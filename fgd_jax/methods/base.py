@@ -108,60 +108,22 @@ def _stream_seed(seed: int, stream: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outer(Method):
-  """Options that methods with an outer optimizer share.
+class Compressed(Method):
+  """Options of methods whose exchanges can be compressed.
 
   Args:
-    outer_lr, outer_momentum: of Nesterov SGD; lr may be an optax schedule over rounds. None: the method's default.
-    outer: any optax transform instead.
-    outer_clip: greatest global norm of the outer gradient that the outer optimizer gets; None: no clipping.
     codec: how outer gradients are compressed on the wire (`fgd_jax.mixing.codec`): a name, or (name, options).
     error_feedback: what a codec loses is added to the next outer gradient; None: as is usual for the codec (only topk).
   """
 
-  defaults: ClassVar[tuple[float, float]] = (0.7, 0.9)  # DiLoCo's (arXiv 2311.08105)
-
-  outer_lr: Any = None
-  outer_momentum: float | None = None
-  outer: Any = None
-  outer_clip: float | None = None
   codec: Any = None
   error_feedback: bool | None = None
 
   def __post_init__(self):
-    self.optimizer  # bad values are refused here, not in the first round
     if make_codec(self.codec) is None and self.error_feedback:
       raise ValueError("error_feedback=True needs a codec, whose errors it feeds back; set codec, or leave it unset.")
     if self.error_feedback not in (None, True, False):
       raise ValueError(f"error_feedback={self.error_feedback!r} must be True, False or None.")
-
-  @property
-  def nesterov_form(self) -> bool:
-    return True
-
-  @functools.cached_property
-  def optimizer(self) -> optax.GradientTransformation:
-    """The outer optimizer."""
-    if self.outer_clip is not None and not (isinstance(self.outer_clip, numbers.Real) and self.outer_clip > 0):
-      raise ValueError(f"outer_clip={self.outer_clip!r} must be a positive number.")
-    clip = () if self.outer_clip is None else (optax.clip_by_global_norm(self.outer_clip),)  # type: ignore[arg-type]
-    if self.outer is None:
-      lr, momentum = self.lr_and_momentum
-      sgd = nesterov(lr, momentum, self.nesterov_form)
-      return optax.chain(*clip, sgd) if clip else sgd
-    if self.outer_lr is not None or self.outer_momentum is not None:
-      raise ValueError("outer= stands in place of outer_lr and outer_momentum; give one or the other.")
-    if not (hasattr(self.outer, "init") and hasattr(self.outer, "update")):
-      raise ValueError(f"outer={self.outer!r} must be an optax transform, such as optax.sgd(0.7, momentum=0.9, "
-                       "nesterov=True).")
-    return optax.chain(*clip, self.outer) if clip else self.outer
-
-  @property
-  def lr_and_momentum(self) -> tuple[Any, float]:
-    """Of Nesterov SGD, as given or by default."""
-    lr, momentum = self.defaults
-    return (lr if self.outer_lr is None else self.outer_lr,
-            momentum if self.outer_momentum is None else self.outer_momentum)
 
   @functools.cached_property
   def feeds_back(self) -> bool:
@@ -172,6 +134,83 @@ class Outer(Method):
   def no_error(self, z: PyTree) -> PyTree:
     """Error feedback's state at the start: zeros like the outer gradient; nothing without it."""
     return jax.tree.map(jnp.zeros_like, z) if self.feeds_back else ()
+
+  def refuse_coarse(self, why: str) -> None:
+    """Parameters themselves can be sent in 8 bits and more.
+
+    Raises:
+      ValueError: a coarser codec; `why` ends the sentence's first half.
+    """
+    codec = make_codec(self.codec)
+    if codec is not None and codec.name not in ("bf16", "int8"):
+      raise ValueError(f"codec={codec.name!r} is too coarse for parameters, {why}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer(Compressed):
+  """Options of methods with an outer optimizer.
+
+  Args:
+    outer_lr, outer_momentum: of Nesterov SGD; lr may be an optax schedule over rounds. None: the method's default.
+    outer: any optax transform instead.
+    outer_clip: greatest global norm of the outer gradient that the outer optimizer gets; None: no clipping.
+    codec, error_feedback: see `Compressed`.
+  """
+
+  defaults: ClassVar[tuple[float, float]] = (0.7, 0.9)  # DiLoCo's (arXiv 2311.08105)
+  nesterov: ClassVar[Any] = True
+
+  outer_lr: Any = None
+  outer_momentum: float | None = None
+  outer: Any = None
+  outer_clip: float | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.optimizer  # bad values are refused here, not in the first round
+
+  @functools.cached_property
+  def optimizer(self) -> optax.GradientTransformation:
+    """The outer optimizer."""
+    if self.outer_clip is not None and not (isinstance(self.outer_clip, numbers.Real) and self.outer_clip > 0):
+      raise ValueError(f"outer_clip={self.outer_clip!r} must be a positive number.")
+    step = self.outer
+    if step is None:
+      step = nesterov(*self.lr_and_momentum, self.nesterov)
+    elif self.outer_lr is not None or self.outer_momentum is not None:
+      raise ValueError("outer= stands in place of outer_lr and outer_momentum; give one or the other.")
+    elif not (hasattr(step, "init") and hasattr(step, "update")):
+      raise ValueError(f"outer={step!r} must be an optax transform, such as optax.sgd(0.7, momentum=0.9, nesterov=True).")
+    return step if self.outer_clip is None else optax.chain(optax.clip_by_global_norm(self.outer_clip), step)
+
+  @property
+  def lr_and_momentum(self) -> tuple[Any, float]:
+    """Of Nesterov SGD, as given or by default."""
+    lr, momentum = self.defaults
+    return (lr if self.outer_lr is None else self.outer_lr,
+            momentum if self.outer_momentum is None else self.outer_momentum)
+
+
+def check_number(name: str, value: Any, below: float = float("inf"), why: str = "") -> None:
+  """Refuses what is not a number from 0 to (not including) `below`.
+
+  Raises:
+    ValueError: naming `name`, and the reason for the limit.
+  """
+  if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+    raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
+  if value >= below:
+    raise ValueError(f"{name}={value!r} must be below {below:g}; {why}.")
+
+
+def widened(tree: PyTree) -> PyTree:
+  """Floating leaves in float32 at least."""
+  return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
+def narrowed(tree: PyTree, like: PyTree) -> PyTree:
+  """Leaves in the dtypes of `like`."""
+  return jax.tree.map(lambda x, l: x.astype(l.dtype), tree, like)
 
 
 def exchanged(mixer: Mixer, delta: PyTree, error: PyTree, ctx: Context) -> tuple[PyTree, PyTree]:
@@ -196,7 +235,7 @@ def unsent(mixer: Mixer, target: PyTree, ctx: Context) -> PyTree:
 
 def outer_gradient(z: PyTree, w: PyTree, ctx: Context) -> PyTree:
   """Delta = start - end of the inner phase, weighted by the worker's share where weights were given."""
-  return ctx.weigh(jax.tree.map(lambda a, b: a - b, z, w))
+  return ctx.weigh(jax.tree.map(jnp.subtract, z, w))
 
 
 def outer_step(outer: optax.GradientTransformation, delta: PyTree, state: PyTree, start: PyTree

@@ -30,7 +30,7 @@ class DiLoCo(Outer):
     others: see `Outer`.
   """
 
-  nesterov: bool = True
+  nesterov: bool = True  # type: ignore[misc]
   aggregator: str = "mean"
   aggregator_options: Mapping[str, Any] | None = None
   mix2: Any = "global"
@@ -43,10 +43,6 @@ class DiLoCo(Outer):
     if self.outer is not None and not self.nesterov:
       raise ValueError("nesterov=False has no effect on outer=, which is taken as it is; leave it unset.")
     self.merge
-
-  @property
-  def nesterov_form(self) -> bool:
-    return self.nesterov
 
   @functools.cached_property
   def merge(self) -> Aggregator:

@@ -17,9 +17,6 @@ import jax.numpy as jnp
 
 from fgd_jax.methods.base import Outer, exchanged, outer_gradient, outer_step, topology_name
 from fgd_jax.mixing import Mixer, Subset, path_of
-from fgd_jax.mixing.codec import make_codec
-
-FINE_CODECS = ("bf16", "int8")  # with which parameters themselves can be sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +66,22 @@ class FactoredGossip(Outer):
     super().__post_init__()
     self.covered  # refuses a bad subset here, not in the first round
     self._check_momentum()
-    codec, name = make_codec(self.codec), topology_name(self.mix1)
-    if codec is not None and codec.name not in FINE_CODECS and name not in ("global", "identity", None):
-      raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which mix1={name!r} sends without a reference "
-                       f"that all workers know; use {' or '.join(FINE_CODECS)}, or mix1='global'.")
+    if (name := topology_name(self.mix1)) not in ("global", "identity", None):
+      self.refuse_coarse(f"which mix1={name!r} sends without a reference that all workers know; use 'bf16' or 'int8', or "
+                         "mix1='global'.")
+
+  @property
+  def _no_mix2(self) -> bool:
+    return topology_name(self.mix2) in ("identity", None)
 
   def _check_momentum(self) -> None:
-    alone = topology_name(self.mix2) in ("identity", None)
     if self.momentum not in ("local", "recovered"):
       raise ValueError(f"momentum={self.momentum!r} must be 'local' or 'recovered'.")
     if not (isinstance(self.retain, numbers.Real) and 0 <= self.retain < 1):
       raise ValueError(f"retain={self.retain!r} must be a number in [0, 1).")
     lr, mu = (self.lr_and_momentum if self.outer is None else (None, 0.0))
     if self.momentum == "recovered":
-      if topology_name(self.mix1) != "global" or not alone:
+      if topology_name(self.mix1) != "global" or not self._no_mix2:
         raise ValueError(f"momentum='recovered' needs mix1='global' and mix2='identity', not {topology_name(self.mix1)!r} "
                          f"and {topology_name(self.mix2)!r}: the mean must be known to all workers.")
       if not isinstance(lr, numbers.Real) or self.outer_clip is not None or self.mix_outer_state != "none":
@@ -90,7 +89,7 @@ class FactoredGossip(Outer):
                          "outer_clip or mix_outer_state.")
       if self.codec is not None:
         raise ValueError(f"momentum='recovered' takes no codec, got {self.codec!r}: its mean must be exact.")
-    elif alone and topology_name(self.mix1) == "global" and isinstance(lr, numbers.Real):
+    elif self._no_mix2 and topology_name(self.mix1) == "global" and isinstance(lr, numbers.Real):
       limit = (1 + mu) / (1 + 2 * mu)
       if lr > limit and not isinstance(self.mix1, Mixer):
         warnings.warn(f"outer_lr={lr} with outer_momentum={mu} is beyond GlobalM1's stability limit (1 + mu) / (1 + 2 mu) = "
@@ -102,7 +101,7 @@ class FactoredGossip(Outer):
     if self.momentum == "recovered":
       lr, momentum = 0.5, 0.75
     else:
-      lr, momentum = (0.4, 0.8) if topology_name(self.mix2) in ("identity", None) else self.defaults
+      lr, momentum = (0.4, 0.8) if self._no_mix2 else self.defaults
     return (lr if self.outer_lr is None else self.outer_lr,
             momentum if self.outer_momentum is None else self.outer_momentum)
 
@@ -113,8 +112,7 @@ class FactoredGossip(Outer):
   def init(self, z):
     covered = z if self.covered is None else self.covered.take(z)  # refuses a subset that covers nothing
     state = {"ybar": z} if self.momentum == "recovered" else {"outer": self.optimizer.init(z)}
-    alone = topology_name(self.mix2) in ("identity", None)
-    return {**state, "error": () if alone else self.no_error(covered), "ref": z if self._follows else ()}
+    return {**state, "error": () if self._no_mix2 else self.no_error(covered), "ref": z if self._follows else ()}
 
   @property
   def _follows(self) -> bool:

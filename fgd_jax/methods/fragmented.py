@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Method, Outer
+from fgd_jax.methods.base import Method, Outer, narrowed, widened
 from fgd_jax.mixing import Context, Mixer
 from fgd_jax.mixing.fragments import Fragments, check_fragments, make_fragments
 
@@ -106,5 +106,4 @@ class Fragmented(Outer):
   def patchwork(self, z: PyTree, theta: Sequence[PyTree]) -> PyTree:
     """One worker's tree, in the dtypes of z [M, ...], from a stack of outer fragments for each group."""
     one = jax.tree.map(lambda x: x[0], z)
-    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), one)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), self.partition(wide).join(theta, wide), one)
+    return narrowed(self.partition(widened(one)).join(theta, widened(one)), one)

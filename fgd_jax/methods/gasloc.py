@@ -6,7 +6,6 @@ Evidence: the update rule from a third party (3P), not checked against the paper
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -14,13 +13,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Method, Outer, outer_gradient, topology_name
+from fgd_jax.methods.base import Compressed, Method, check_number, outer_gradient, topology_name
 from fgd_jax.mixing import Mixer, Topology
-from fgd_jax.mixing.codec import make_codec
 
 
 @dataclasses.dataclass(frozen=True)
-class GASLoC(Outer):
+class GASLoC(Compressed):
   """One exchange a round, over the edges of a graph with weighted Laplacian Lambda that may be drawn afresh.
 
       y_t         = theta_t - eta Delta_t
@@ -35,7 +33,7 @@ class GASLoC(Outer):
     eta: step along the outer gradient. alpha: strength of the gossip. gamma: momentum (0: none). Defaults are ours (INF).
     momentum_mixing: "local" or "mixed".
     inner_steps: [H_1, ..., H_M], steps that each worker takes of a round's H; None: all.
-    codec: see `Outer`; only fine ones (bf16, int8), since parameters are sent. What a worker's codec loses it adds back.
+    codec: see `Compressed`; only bf16 and int8, since parameters are sent. What a worker's codec loses it adds back.
   """
 
   topology: Any = "random_pairs"
@@ -49,24 +47,15 @@ class GASLoC(Outer):
 
   def __post_init__(self):
     super().__post_init__()
-    for name in ("eta", "alpha", "gamma"):
-      value = getattr(self, name)
-      if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
-    if not self.gamma < 1:
-      raise ValueError(f"gamma={self.gamma!r} must be below 1; it is the momentum.")
+    check_number("eta", self.eta)
+    check_number("alpha", self.alpha)
+    check_number("gamma", self.gamma, below=1, why="it is the momentum")
     if self.momentum_mixing not in ("local", "mixed"):
       raise ValueError(f"momentum_mixing={self.momentum_mixing!r} must be 'local' or 'mixed'.")
-    for name in ("outer_lr", "outer_momentum", "outer", "outer_clip"):
-      if getattr(self, name) is not None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: gasloc has its own outer step; set eta (learning rate), gamma "
-                         "(momentum) and alpha.")
     if self.error_feedback:
       raise ValueError("error_feedback=True: gasloc sends parameters, and a worker adds back at once what its codec loses; "
                        "leave it unset.")
-    codec = make_codec(self.codec)
-    if codec is not None and codec.name not in ("bf16", "int8"):
-      raise ValueError(f"codec={codec.name!r} is too coarse for parameters, which gasloc sends; use 'bf16' or 'int8'.")
+    self.refuse_coarse("which gasloc sends; use 'bf16' or 'int8'.")
     steps = self.inner_steps
     if steps is not None and not (isinstance(steps, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in steps)):
       raise ValueError(f"inner_steps={steps!r} must hold a number of steps, at least 0, for each worker.")
@@ -93,8 +82,7 @@ class GASLoC(Outer):
     if topology.contraction() > 1 + 1e-9 or (pairs and self.alpha > limit):
       warnings.warn(f"alpha={self.alpha} with gamma={self.gamma} is beyond the stability limit of the gossip"
                     f"{f', 2 (1 - gamma^2) = {limit:.3f} for pairs' if pairs else ''}: the workers may drift apart; lower "
-                    f"one of "
-                    "them.", stacklevel=3)
+                    "one of them.", stacklevel=3)
 
   def init(self, z):
     return {"y": z}

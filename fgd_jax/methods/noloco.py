@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Method, Outer, exchanged, outer_gradient
+from fgd_jax.methods.base import Compressed, Method, check_number, exchanged, outer_gradient
 from fgd_jax.mixing import Mixer
 
 
 @dataclasses.dataclass(frozen=True)
-class NoLoCo(Outer):
+class NoLoCo(Compressed):
   """Heavy-ball momentum on the group's mean progress and on the distance to the group's mean.
 
       delta_i <- alpha delta_i + beta mean_{j in G} (w_j - phi_j) + gamma (mean_{j in G} phi_j - phi_i)
@@ -30,7 +29,7 @@ class NoLoCo(Outer):
     group_size: n, divides the number of workers (pairs also when it is odd: one worker is idle then).
     alpha, beta, gamma: as above; the authors use 0.5 and 0.7 = 0.7.
     force: accept a gamma above 0.9 gamma_max.
-    codec, error_feedback: see `Outer`; of the progress. Parameters are sent as they are.
+    codec, error_feedback: see `Compressed`; of the progress. Parameters are sent as they are.
   """
 
   group_size: int = 2
@@ -44,20 +43,13 @@ class NoLoCo(Outer):
 
   def __post_init__(self):
     super().__post_init__()
-    for name, least in (("alpha", 0), ("beta", 0), ("gamma", 0)):
-      value = getattr(self, name)
-      if not isinstance(value, numbers.Real) or isinstance(value, bool) or not least <= value < float("inf"):
-        raise ValueError(f"{name}={value!r} must be a finite number of at least {least}.")
-    if not self.alpha < 1:
-      raise ValueError(f"alpha={self.alpha!r} must be below 1; it is the momentum.")
+    check_number("alpha", self.alpha, below=1, why="it is the momentum")
+    check_number("beta", self.beta)
+    check_number("gamma", self.gamma)
     if not isinstance(self.force, bool):
       raise ValueError(f"force={self.force!r} must be True or False.")
     if not isinstance(self.group_size, int) or isinstance(self.group_size, bool) or self.group_size < 1:
       raise ValueError(f"group_size={self.group_size!r} must be a positive number of workers.")
-    for name in ("outer_lr", "outer_momentum", "outer", "outer_clip"):
-      if getattr(self, name) is not None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: noloco has its own outer step; set alpha (momentum), beta and "
-                         f"gamma.")
     if self.group_size == 2:
       self._check_gamma()
 

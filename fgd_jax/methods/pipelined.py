@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import outer_step
+from fgd_jax.methods.base import outer_step, widened
 from fgd_jax.methods.fragmented import Fragmented
 
 
@@ -76,7 +76,7 @@ class PipelinedDiLoCo(Fragmented):
 
   def eval_params(self, z, ms, weights=None):
     """The outer parameters, with the fragment that is due at the end of the round completed."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), z)
+    wide = widened(z)
     parts = self.partition(jax.tree.map(lambda x: x[0], wide))
     mean = lambda x: jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
     due = jax.tree.map(lambda x: mean(x)[0], ms[0])  # fragment 0; equal on all workers that missed no round

@@ -10,6 +10,7 @@ paper does not give them. Chunked top-k follows SparseLoCo (arXiv 2508.15706), h
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Codec:
+class Codec(abc.ABC):
   """A compressed form of floating leaves; codecs with equal options are equal, and hash alike.
 
   A leaf is cut in blocks of consecutive values, one row each. A non-finite value makes its block non-finite, or at
@@ -47,6 +48,11 @@ class Codec:
       allowed, words = _OPTIONS[option]
       if not allowed(value):
         raise ValueError(f"Codec {self.name!r}: {option}={value!r} must be {words}.")
+
+  @property
+  def stochastic(self) -> bool:
+    """Whether `encode` needs a key."""
+    return False
 
   def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """A floating leaf of any shape -> uint8 [rows, width]. `key`: only for stochastic rounding.
@@ -78,17 +84,17 @@ class Codec:
     """What others see of x: decode(encode(x))."""
     return self.decode(self.encode(x, key), x)
 
+  @abc.abstractmethod
   def _layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
     """(values, bytes) of a row, for a leaf of this shape."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def _pack(self, blocks: jax.Array, key: jax.Array | None) -> jax.Array:
     """float32 or float64 [..., length] -> uint8 [..., width]."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def _unpack(self, payload: jax.Array, length: int, dtype: Any) -> jax.Array:
     """uint8 [..., width] -> [..., length] in `dtype`, float32 or float64."""
-    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Scaled(Codec):
   """
 
   block: int = 256
-  stochastic: bool = False
+  stochastic: bool = False  # type: ignore[assignment]
 
   @property
   def bits(self) -> int:
@@ -234,29 +240,6 @@ def make_codec(codec: Any) -> Codec | None:
   if unknown := sorted(set(options) - set(known), key=str):
     raise ValueError(f"Codec {name!r} has no option {unknown}; its options are: {', '.join(known) or 'none at all'}.")
   return None if name == "none" else _CLASSES[name](name, **options)
-
-
-def error_feedback(x: jax.Array, error: jax.Array, codec: Codec | None, key: jax.Array | None,
-                   decay: float = 1.0) -> tuple[jax.Array, jax.Array]:
-  """Sends what was left unsent before along with x, so that with decay 1 nothing is lost for good.
-
-      target = decay * error + x,  sent = C(target),  new_error = target - sent
-
-  Hence sum_t sent_t + error_T = sum_t x_t for decay 1 and error_0 = 0.
-
-  Args:
-    x: a leaf.
-    error: what was left, of the same shape; zeros at first.
-    codec: None sends everything.
-    key: for stochastic codecs.
-    decay: 1 is classical; MuLoCo and SparseLoCo use 0.9 to 0.95.
-
-  Returns:
-    (sent, new_error), both in float32, or in the leaf's dtype if that is wider.
-  """
-  target = decay * error.astype(_wide(x.dtype)) + x.astype(_wide(x.dtype))
-  sent = target if codec is None else codec.roundtrip(target, key)
-  return sent, target - sent
 
 
 def _wide(dtype: Any) -> Any:

@@ -47,8 +47,8 @@ class Fragments:
   def __init__(self, parts: Sequence[Mapping[str, tuple[_Piece, ...]]], shapes: Mapping[str, jax.ShapeDtypeStruct],
                lengths: Mapping[str, int] | None = None):
     self._parts, self._shapes, self._lengths = list(parts), dict(shapes), lengths
-    self.signatures = [tuple((key, x.shape, str(x.dtype)) for key, x in self.shape(p).items()) for p in range(len(parts))]
-    starts = [p for p in range(len(parts)) if p == 0 or self.signatures[p] != self.signatures[p - 1]]
+    forms = [self.shape(p) for p in range(len(parts))]
+    starts = [p for p in range(len(parts)) if p == 0 or forms[p] != forms[p - 1]]
     self.groups = [tuple(range(a, b)) for a, b in zip(starts, [*starts[1:], len(parts)])]
 
   @property
@@ -64,10 +64,6 @@ class Fragments:
     """Shapes and dtypes of fragment p."""
     tree = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in self._shapes.items()}
     return jax.eval_shape(lambda leaves: self._take(leaves, p), tree)
-
-  def paths(self, p: int) -> list[str]:
-    """Paths of the leaves of which fragment p holds something."""
-    return list(dict.fromkeys(piece.path for pieces in self._parts[p].values() for piece in pieces))
 
   def take(self, tree: PyTree, p: Any, group: Sequence[int] | None = None) -> dict[str, jax.Array]:
     """Fragment p of one worker's tree, by key. A traced p needs the group of equal fragments that it is one of."""
@@ -147,7 +143,7 @@ def make_fragments(fragments: Any, order: str, params: PyTree, ends: str = "own"
     order: "strided" or "sequential" layers, or "flat" ranges; without effect on patterns.
     params: arrays or shapes of one worker.
     ends: leaves outside the layers are the last fragment ("own"), or join the layers' fragments ("joined"): those before the
-      first layer the first one, all others the last one.
+      first layer in the tree's order the first one, all others the last one.
 
   Raises:
     ValueError: a partition that these parameters do not have, naming `fragments`.
@@ -207,8 +203,7 @@ def _by_layers(count: int, order: str, ends: str, shapes: Mapping[str, Any]) -> 
              if path not in numbered and STACKED_LAYERS.search(path) and x.ndim}
   if len(set(stacked.values())) > 1:
     raise ValueError(f"fragments={count}: {', '.join(list(stacked)[:3])}, ... look like stacked layers, but their leading "
-                     f"axes have "
-                     "different lengths; give a list of path patterns, or order='flat'.")
+                     "axes have different lengths; give a list of path patterns, or order='flat'.")
   layers = sorted({*numbered.values(), *(i for n in stacked.values() for i in range(n))})
   outside = [path for path in shapes if path not in numbered and path not in stacked]
   own = ends == "own" and bool(outside)

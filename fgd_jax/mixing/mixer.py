@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -120,11 +120,15 @@ class Mixer:
 
     With a codec, S is what it makes of the leaves, and a mean is an all-gather, (M-1) S.
     """
-    size = sum(x.size * x.dtype.itemsize if self.codec is None else self.codec.nbytes(x) for x in jax.tree.leaves(tree))
     workers = self.topology.workers
     if self.topology.bank[0].mean:
-      return float((workers - 1) * size * (1 if self.codec is not None else 2 / workers))
-    return float(max(p.messages() for p in self.topology.bank) * size)
+      return (workers - 1) * self._payload_bytes(tree) * (2 / workers if self.codec is None else 1)
+    return max(p.messages() for p in self.topology.bank) * self._payload_bytes(tree)
+
+  def _payload_bytes(self, tree: PyTree) -> float:
+    """S: bytes of one worker's tree as it travels."""
+    nbytes = (lambda x: x.size * x.dtype.itemsize) if self.codec is None else self.codec.nbytes
+    return float(sum(map(nbytes, jax.tree.leaves(tree))))
 
   def seen(self, tree: PyTree, ctx: Context) -> PyTree:
     """What the others get to see of one worker's tree: itself, or what the codec makes of it."""
@@ -138,7 +142,7 @@ class Mixer:
     codec = self.codec
     assert codec is not None
     leaves, treedef = jax.tree.flatten(stack)
-    if not getattr(codec, "stochastic", False):
+    if not codec.stochastic:
       return jax.tree.unflatten(treedef, [jax.vmap(codec.encode)(x) for x in leaves])
     keys = jax.vmap(lambda worker: ctx.key(self.topology.seed, worker))(ctx.ids)
     encode = lambda i: jax.vmap(lambda x, key: codec.encode(x, jax.random.fold_in(key, i)))
@@ -267,20 +271,7 @@ class Mixer:
       return tree
     if self.topology.identity:
       return tree
-    if ctx.placement.slots == 1:
-      mixed = self._mix_stack(jax.tree.map(lambda x: x[None], tree), ctx)
-      return jax.tree.map(lambda x: x[0], mixed)
-
-    @custom_vmap
-    def mix(tree, shared):
-      return tree  # only shapes are traced: with several workers in a slot, methods always run under vmap
-
-    @mix.def_vmap
-    def _(slots, batched, tree, shared):
-      stack = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x, (slots, *x.shape)), tree, batched[0])
-      return self._mix_stack(stack, ctx._replace(**shared)), jax.tree.map(lambda _: True, tree)
-
-    return mix(tree, _shared(ctx))
+    return self._over_slots(self._mix_stack, lambda x: x, tree, ctx)
 
   def gather(self, tree: PyTree, ctx: Context) -> PyTree:
     """All workers' trees on every worker, blocking: leaves [M, ...]; zeros for those that are not alive.
@@ -288,23 +279,38 @@ class Mixer:
     Bytes: M - 1 messages, each what the codec makes of the tree.
     """
     workers = self.topology.workers
+    everyone = lambda x: jnp.broadcast_to(x, (workers, *x.shape))
     if ctx.sent is not None:
-      size = sum(x.size * x.dtype.itemsize if self.codec is None else self.codec.nbytes(x) for x in jax.tree.leaves(tree))
-      ctx.sent.append(float((workers - 1) * size))
-      return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tree)
+      ctx.sent.append((workers - 1) * self._payload_bytes(tree))
+      return jax.tree.map(everyone, tree)
+    return self._over_slots(self._gather_stack, everyone, tree, ctx, same=True)
+
+  def _over_slots(self, exchange_stack: Callable, like: Callable, tree: PyTree, ctx: Context, same: bool = False) -> PyTree:
+    """An exchange of this slot's stack, called by each of its workers under vmap.
+
+    Args:
+      exchange_stack: (stack with leaves [K, ...], ctx) -> stack of the workers' results.
+      like: leaf -> an array of a worker's result's shape.
+      tree: one worker's.
+      ctx: the context.
+      same: all workers get the same result, and exchange_stack returns it once.
+    """
     if ctx.placement.slots == 1:
-      return self._gather_stack(jax.tree.map(lambda x: x[None], tree), ctx)
+      out = exchange_stack(jax.tree.map(lambda x: x[None], tree), ctx)
+      return out if same else jax.tree.map(lambda x: x[0], out)
 
     @custom_vmap
-    def gather(tree, shared):
-      return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tree)  # for its shapes, as above
+    def run(tree, shared):
+      return jax.tree.map(like, tree)  # for its shapes: with several workers in a slot, methods always run under vmap
 
-    @gather.def_vmap
+    @run.def_vmap
     def _(slots, batched, tree, shared):
       stack = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x, (slots, *x.shape)), tree, batched[0])
-      return self._gather_stack(stack, ctx._replace(**shared)), jax.tree.map(lambda _: False, tree)
+      return exchange_stack(stack, ctx._replace(**shared)), jax.tree.map(lambda _: not same, tree)
 
-    return gather(tree, _shared(ctx))
+    # Traced values are handed in; the rest of the context is the same for all.
+    shared = {"ids": ctx.ids, "alive": ctx.alive, "choices": dict(ctx.choices), "round": ctx.round, "event": ctx.event}
+    return run(tree, shared)
 
   def _gather_stack(self, stack: PyTree, ctx: Context) -> PyTree:
     stack = jax.tree.map(lambda x: jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0), stack)
@@ -357,11 +363,6 @@ class Mixer:
     sources = np.asarray([[source for _, source in p.terms] for p in bank])  # [bank, terms, M]
     row = jnp.asarray(sources)[index % len(bank)]
     return Pattern(tuple((weight, row[k]) for k, (weight, _) in enumerate(bank[0].terms)))
-
-
-def _shared(ctx: Context) -> dict[str, Any]:
-  """What an exchange under vmap needs of the context besides its static parts; the same for all workers of a slot."""
-  return {"ids": ctx.ids, "alive": ctx.alive, "choices": dict(ctx.choices), "round": ctx.round, "event": ctx.event}
 
 
 def _packing_here() -> Packing | None:

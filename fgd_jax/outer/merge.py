@@ -13,6 +13,7 @@ Sources: IsoLoCo (arXiv 2607.03011) and its code for all but rda, which is Decou
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -241,16 +242,6 @@ class _Spectral(Aggregator):
       merged.append(rule(part.reshape(*x.shape[:lead], math.prod(flat[:rows]), math.prod(flat[rows:]))).reshape(full))
     return jnp.concatenate(merged, axis=axis)
 
-  def merge(self, stack, alive):
-    count = jnp.maximum(1, jnp.sum(alive))
-    layer = functools.partial(self._matrices, functools.partial(self._matrix, count=count), lambda x: jnp.sum(x, 0) / count)
-    return _map(lambda name, x: _by_layer(lambda x: layer(name, x, lead=1), name, _live(x, alive), axis=1).astype(x.dtype),
-                stack)
-
-  def _matrix(self, x_MxRxC: jax.Array, count: jax.Array) -> jax.Array:
-    """The gathering rule on one matrix of M workers, of which `count` are live and the others zero."""
-    raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
 class IsoC(_Spectral):
@@ -261,7 +252,6 @@ class IsoC(_Spectral):
   """
 
   name: ClassVar[str] = "iso_c"
-  merge = Aggregator.merge
 
   def finish(self, payload_mean, like):
     def rule(x):
@@ -274,7 +264,24 @@ class IsoC(_Spectral):
 
 
 @dataclasses.dataclass(frozen=True)
-class IsoCts(_Spectral):
+class _SpectralOfAll(_Spectral, abc.ABC):
+  """Rules on matrices that need those of all workers."""
+
+  gathers: ClassVar[bool] = True
+
+  def merge(self, stack, alive):
+    count = jnp.maximum(1, jnp.sum(alive))
+    layer = functools.partial(self._matrices, functools.partial(self._matrix, count=count), lambda x: jnp.sum(x, 0) / count)
+    return _map(lambda name, x: _by_layer(lambda x: layer(name, x, lead=1), name, _live(x, alive), axis=1).astype(x.dtype),
+                stack)
+
+  @abc.abstractmethod
+  def _matrix(self, x_MxRxC: jax.Array, count: jax.Array) -> jax.Array:
+    """The gathering rule on one matrix of M workers, of which `count` are live and the others zero."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IsoCts(_SpectralOfAll):
   """Isotropic merging in a common subspace and one subspace per worker (r = min(rows, cols)).
 
       C = mean D;  t = round((r - int(common r)) / M) * M;  U_c, V_c: the r - t first singular vectors of C
@@ -286,7 +293,6 @@ class IsoCts(_Spectral):
 
   common: float = 0.8
   name: ClassVar[str] = "iso_cts"
-  gathers: ClassVar[bool] = True
 
   def __post_init__(self):
     super().__post_init__()
@@ -303,13 +309,12 @@ class IsoCts(_Spectral):
 
 
 @dataclasses.dataclass(frozen=True)
-class TsvM(_Spectral):
+class TsvM(_SpectralOfAll):
   """Every worker's first k = max(1, int(min(rows, cols) / M)) singular triples (`keep`: another k), made orthogonal:
   A = polar([U_1 .. U_M]) diag(s_1 .. s_M) polar([V_1 .. V_M])^T, without a factor 1/M."""
 
   keep: int | None = None
   name: ClassVar[str] = "tsv_m"
-  gathers: ClassVar[bool] = True
 
   def __post_init__(self):
     super().__post_init__()
