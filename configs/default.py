@@ -39,6 +39,28 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
 
   c.profile = placeholder(str)     # rounds of which a jax profiler trace is written to WORKDIR/profile: "5" or "5-7"
 
+  c.faults = config_dict.ConfigDict()  # what a run trains through (fgd_jax.netsim decides what and when)
+  c.faults.drop = 0.0              # probability that an exchange fails
+  c.faults.drop_unit = "message"   # of what: link (of a worker) | message (a collective, or the swap of a pair) | round
+  c.faults.drop_at = "end"         # when a failure is noticed: end | uniform (anywhere in the transfer)
+  c.faults.late_mix1 = "skip"      # an overlapped mean that failed and is not there when due: skip | wait
+  c.faults.crash_every = 0.0       # mean seconds of computing between crashes of a worker (0: never)
+  c.faults.crash_seconds = 0.0     # until it is back
+  c.faults.crash_shape = 1.0       # Weibull shape of the time between them (1: Poisson)
+  c.faults.on_crash = "proceed"    # the others: proceed without it, until it is back with a neighbour's state | wait
+  c.faults.pause_every = 0.0       # mean seconds of computing between pauses of a worker (0: never)
+  c.faults.pause_seconds = 0.0     # mean length of a pause
+  c.faults.seed = placeholder(int)  # of the faults; None: seed
+  c.faults.quarantine = False      # leave a worker out whose loss or state is not finite, and restore it; False: stop the run
+
+  c.network = config_dict.ConfigDict()  # for simulated_seconds and compute_utilization in metrics.jsonl
+  c.network.bandwidth = placeholder(str)  # of each worker: 100Mbps, or a;b;c for each, or a file with a matrix [from, to];
+                                          # None: no simulation, with faults 1Gbps
+  c.network.step_seconds = placeholder(str)  # of an inner step, or a;b;c for each worker; None: 1
+  c.network.latency = 0.0          # seconds for each message
+  c.network.jitter = "0"           # coefficient of variation of step times: 0.2, gamma:0.2, uniform:0.1
+  c.network.transfer = placeholder(str)  # how means travel: ring | tree | pairwise | server; None: ring
+
   c.data = config_dict.ConfigDict()
   c.data.source = "text"           # text | array_record (made by fgd_jax.data.tokenize) | tfds | synthetic
   c.data.path = placeholder(str)   # folder; None with source text: the sources of Python's standard library

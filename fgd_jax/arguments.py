@@ -40,6 +40,35 @@ def check_build(method: Any, inner_optimizer: Any, workers: Any, seed: Any, accu
       raise ValueError(f"measure={m!r} must be 'consensus' or a function (w, z) -> dict.")
 
 
+def check_quarantine(method: Method, worker_weights: Any) -> None:
+  """Refuses what cannot leave a sick worker out of its means."""
+  if worker_weights is not None:
+    raise ValueError("quarantine=True with worker_weights: the weights of those that are left out are not known to the "
+                     "others, so the mean would be weighted wrongly; leave one of them out.")
+  for mixer in method.bound_mixers():
+    if not mixer.topology.symmetric and mixer.key != "mix1":
+      raise ValueError(f"quarantine=True needs symmetric topologies, and {mixer.key}={mixer.topology.name!r} is directed: "
+                       "leaving out one worker would move the mean of the others; use random_pairs, ring or hypercube.")
+
+
+def link_tables(method: Method, links: Any) -> dict[str, np.ndarray]:
+  """bool [events, M, M] for each mixer of a bound method; links None: everything works."""
+  tables: dict[str, np.ndarray] = {}
+  given = dict(links or {})
+  for mixer in method.bound_mixers():
+    workers = mixer.topology.workers
+    events = method.count if isinstance(method, Fragmented) else 1
+    table = np.asarray(given.pop(mixer.key, np.ones((workers, workers), bool)))
+    table = np.broadcast_to(table[None], (events, *table.shape)) if table.ndim == 2 else table
+    if table.shape != (events, workers, workers) or table.dtype != bool or not (table == table.transpose(0, 2, 1)).all():
+      raise ValueError(f"links[{mixer.key!r}] has shape {table.shape} and dtype {table.dtype}; it must be bool [M, M] or "
+                       f"[events, M, M] = {(events, workers, workers)}, symmetric in the workers.")
+    tables[mixer.key] = table
+  if given:
+    raise ValueError(f"links names {sorted(given)}; this method's exchanges are {sorted(tables)}.")
+  return tables
+
+
 def shares(weights: Sequence[float], workers: int) -> np.ndarray:
   """[M] weights scaled to sum M."""
   try:

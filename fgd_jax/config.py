@@ -15,8 +15,8 @@ import optax
 from absl import flags
 from ml_collections import ConfigDict
 
-from fgd_jax import methods, overlap, sharding
-from fgd_jax.arguments import shares
+from fgd_jax import methods, netsim, overlap, sharding
+from fgd_jax.arguments import check_quarantine, shares
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import path_of
 from fgd_jax.models import LlamaConfig
@@ -128,9 +128,12 @@ def validate(config: ConfigDict) -> None:
     raise ValueError(f"overlap.form={config.overlap.form!r} must be one of {', '.join(overlap.FORMS)}.")
   profiled_rounds(config)
   worker_weights(config)
+  fault_model(config)
   method = make_method(config).bind(config.workers, config.seed)
   if isinstance(method, methods.Fragmented):
     method.check_steps(config.inner_steps)
+  if config.faults.quarantine:
+    check_quarantine(method, config.worker_weights)
   if method.inner_steps is not None and max(method.inner_steps) > config.inner_steps:
     raise ValueError(f"method.inner_steps={list(method.inner_steps)} exceeds inner_steps={config.inner_steps}, the steps of "
                      "a round; lower it.")
@@ -150,6 +153,34 @@ def worker_weights(config: ConfigDict) -> list[float] | None:
     raise ValueError(f"worker_weights={config.worker_weights!r} must be numbers joined by ';'.") from e
   shares(weights, config.workers)
   return weights
+
+
+def fault_model(config: ConfigDict) -> tuple[netsim.Links, netsim.StepTimes, netsim.Drops, netsim.Interruptions,
+                                             netsim.Interruptions]:
+  """Links, step times, drops, crashes and pauses of a config, as `fgd_jax.netsim.simulate` takes them.
+
+  Raises:
+    ValueError: an impossible value, in one sentence that names the key.
+  """
+  faults, network = config.faults, config.network
+  for what in ("crash", "pause"):
+    if faults[f"{what}_every"] and not faults[f"{what}_seconds"]:
+      raise ValueError(f"faults.{what}_every={faults[f'{what}_every']:g} needs faults.{what}_seconds, the time until a "
+                       "worker is back.")
+  if faults.on_crash not in ("wait", "proceed"):
+    raise ValueError(f"faults.on_crash={faults.on_crash!r} must be 'wait' or 'proceed'.")
+  try:
+    links = netsim.read_links(network.bandwidth or "1Gbps", config.workers, network.latency)
+    times = netsim.parse_step_times(network.step_seconds or "1", network.jitter)
+    drops = netsim.Drops(faults.drop, faults.drop_unit, faults.drop_at, faults.late_mix1)
+    crashes = netsim.Interruptions(faults.crash_every, faults.crash_seconds, faults.crash_shape)
+    pauses = netsim.Interruptions(faults.pause_every, faults.pause_seconds, fixed=False)
+  except (ValueError, OSError) as e:
+    raise ValueError(f"faults or network: {e}") from e
+  if len(times.seconds) not in (1, config.workers):
+    raise ValueError(f"network.step_seconds={network.step_seconds!r} holds {len(times.seconds)} values for "
+                     f"workers={config.workers}; give one, or one for each.")
+  return links, times, drops, crashes, pauses
 
 
 def profiled_rounds(config: ConfigDict) -> range:

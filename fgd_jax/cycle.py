@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fgd_jax import quarantine
 from fgd_jax.inner import Inner
 from fgd_jax.methods import Fragmented
-from fgd_jax.methods.base import narrowed, unsent, widened
+from fgd_jax.methods.base import finite_rows, narrowed, unsent, widened
 from fgd_jax.mixing import Context
 from fgd_jax.mixing.fragments import FLAT, Fragments
 from fgd_jax.sharding import FSDP, TENSOR, constrain
@@ -42,16 +43,19 @@ class Cycle:
     mix_context: (sent) -> the context in which Mix1 carries it.
     ring: whether Mix1 rides in the inner steps.
     steps: H.
+    fresh: with quarantine, stack of parameters -> the inner optimizer's state at the start. A sick worker goes back to where
+      these steps started, and until each fragment's next departure its outer gradient is left out.
   """
 
   def __init__(self, method: Fragmented, inner: Inner, workers: Workers, loop: str, context: Context,
-               mix_context: Callable[[PyTree, Context], Context], ring: bool, steps: int):
+               mix_context: Callable[[PyTree, Context], Context], ring: bool, steps: int, fresh: Callable | None = None):
+    self.fresh = fresh
     self.method, self.inner, self.workers, self.loop = method, inner, workers, loop
     self.context, self.mix_context, self.ring, self.steps = context, mix_context, ring, steps
     self.length, self.delay = steps // method.count, method.delay_of(steps)
 
-  def run(self, z: PyTree, opt: PyTree, ms: Any, batches: PyTree) -> tuple[PyTree, PyTree, Any, PyTree, jax.Array, Any]:
-    """z', inner optimizer state, method state, w (at the end of the inner steps), loss [K, H], aux [K, H, ...]."""
+  def run(self, z: PyTree, opt: PyTree, ms: Any, batches: PyTree) -> tuple[PyTree, PyTree, Any, PyTree, dict[str, Any]]:
+    """z', inner optimizer state, method state, w (at the end of the inner steps), metrics."""
     parts = self.method.partition(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), widened(z)))
     order = list(range(parts.count)) if self.delay else [*range(1, parts.count), 0]
     carry, outs, slot, w = (z, opt, ms), [], 0, z
@@ -69,56 +73,72 @@ class Cycle:
 
         numbers = jnp.arange(n, dtype=jnp.int32)
         carry, out = lax.scan(body, carry, (run[0] + numbers, slot + numbers, turns))
-        out = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], n * self.length, *x.shape[3:]), out)
+        out = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], n * x.shape[2], *x.shape[3:]), out)
         w = carry[0]
       outs.append(out)
       slot += n
-    loss, aux = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *outs)
-    return *carry, (carry[0] if self.delay else w), loss, aux
+    metrics = _joined(*outs)
+    if "quarantine" in metrics:
+      causes = metrics["quarantine"]  # the first one counts
+      first = jnp.argmax(causes > 0, axis=1, keepdims=True)
+      metrics["quarantine"] = jnp.take_along_axis(causes, first, axis=1)[:, 0]
+    return *carry, (carry[0] if self.delay else w), metrics
 
   def _slot(self, parts: Fragments, group: Sequence[int], carry: Any, p: Any, slot: Any, batches: PyTree) -> Any:
-    """One slot with fragment p of this group of equal ones; returns the carry, w before the exchange, (loss, aux)."""
+    """One slot with fragment p of this group of equal ones; returns the carry, w before the exchange, the metrics."""
     z, opt, ms = carry
-    g = parts.groups.index(tuple(group))
+    g, mix1 = parts.groups.index(tuple(group)), self.method.mix1
     position = p - group[0]
     ctx = self.context._replace(event=slot)
     # In the first round no fragment has done H steps, but for the one that is due at the end of it.
     due = True if not self.delay and isinstance(p, int) and p == 0 else ctx.round > 0
-    fs = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, position, axis=1, keepdims=False), ms[g])
+    if ctx.links is not None:
+      due = due & jnp.any(mix1.alive(ctx))  # given up: what was not sent goes with the next exchange
+    pick = lambda ms: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, position, axis=1, keepdims=False), ms[g])
     first = slot * self.length
 
     if self.delay == 0:
-      z, opt, loss, aux, _ = self._steps(z, opt, batches, None, first)
-      before = z
+      z, opt, ms, metrics, _ = self._steps(z, opt, ms, batches, None, first)
+      before, fs = z, pick(ms)
+      ctx = ctx._replace(healthy=_healthy(fs))
       part = self._part(parts, z, fs, p, group)
       sent, _, memo = self._each(self.method.depart, part, fs, ctx)
-      x = self.method.mix1.finish(self.method.mix1.start(sent, ctx), sent, ctx)
+      x = mix1.finish(mix1.start(sent, ctx), sent, ctx)
     else:
+      fs = pick(ms)
+      ctx = ctx._replace(healthy=_healthy(fs))
       part = self._part(parts, z, fs, p, group)
       sent, moved, memo = self._each(self.method.depart, part, fs, ctx)
       if self.method.jumps:
         z, fs = self._put(parts, z, _where(due, moved, part), fs, p, group)
       carried = self.mix_context(sent, ctx)
-      raw = self.method.mix1.start(sent, carried)
+      raw = mix1.start(sent, carried)
       early, late = (jax.tree.map(lambda x: x[:, a:b], batches) for a, b in ((0, self.delay), (self.delay, self.length)))
       riding = jax.tree.map(lambda x: x[None], raw) if self.ring else None
-      z, opt, loss, aux, riding = self._steps(z, opt, early, riding, first, loop=True)
+      z, opt, ms, metrics, riding = self._steps(z, opt, ms, early, riding, first, loop=True)
       z, raw = lax.optimization_barrier((z, raw if riding is None else jax.tree.map(lambda x: x[0], riding)))
-      x = self.method.mix1.finish(raw, sent, carried)
+      x = mix1.finish(raw, sent, carried)
       part, before = self._part(parts, z, fs, p, group), z
     z, fs = self._landed(parts, z, part, x, fs, memo, sent, due, ctx, p, group)
-    if 0 < self.delay < self.length:
-      z, opt, rest_loss, rest_aux, _ = self._steps(z, opt, late, None, first + self.delay)
-      loss, aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), (loss, aux), (rest_loss, rest_aux))
+    if "sick" in fs:  # of what it departed with; steps in flight count for the next exchange
+      fs = {**fs, "sick": _where(due, metrics["quarantine"][:, 0] > 0 if self.delay else jnp.zeros_like(fs["sick"]),
+                                 pick(ms)["sick"])}
     write = lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), position, axis=1)
-    updated = jax.tree.map(write, ms[g], fs)
-    return (z, opt, (*ms[:g], updated, *ms[g + 1:])), before, (loss, aux)
+    ms = (*ms[:g], jax.tree.map(write, ms[g], fs), *ms[g + 1:])
+    if 0 < self.delay < self.length:
+      z, opt, ms, rest, _ = self._steps(z, opt, ms, late, None, first + self.delay)
+      metrics = _joined(metrics, rest)
+    return (z, opt, ms), before, metrics
 
   def _landed(self, parts, z, part, x, fs, memo, sent, due, ctx, p, group):
     """The fragment arrives, where it was due."""
-    new, state = self._each(self.method.arrive, part, x, {k: v for k, v in fs.items() if k != "rounding"}, memo, ctx)
+    own = {k: v for k, v in fs.items() if k not in ("rounding", "sick")}
+    new, state = self._each(self.method.arrive, part, x, own, memo, ctx)
     if self.method.feeds_back:
       state = {**state, "error": self._each(lambda sent, ctx: unsent(self.method.mix1, sent, ctx), sent, ctx)}
+    if self.fresh is not None:  # an outer step that is not finite does not take place
+      fine = finite_rows((new, state))
+      new, state = quarantine.keep(fine, new, part), quarantine.keep(fine, state, {k: fs[k] for k in state})
     fs = {**fs, **_where(due, state, {k: fs[k] for k in state})}
     return self._put(parts, z, _where(due, new, part), fs, p, group)
 
@@ -137,11 +157,28 @@ class Cycle:
 
   def _each(self, f: Callable, *args: Any) -> Any:
     *stacks, ctx = args
-    return self.workers.each(lambda worker, *one: f(*one, ctx._replace(worker=worker)), self.context.ids, *stacks)
+    one = lambda worker, healthy, *one: f(*one, ctx._replace(worker=worker, healthy=healthy))
+    return self.workers.each(one, self.context.ids, ctx.healthy, *stacks)
 
-  def _steps(self, z, opt, batches, riding, first, loop=False):
+  def _steps(self, z, opt, ms, batches, riding, first, loop=False):
+    """Inner steps; returns z, opt, ms, metrics [K, ...] and what rode in them."""
     step = lambda *one: self.inner.phase(*one, self.context, first, self.steps, loop)
-    return self.workers.each(step, z, opt, batches, self.context.ids, riding, how=self.loop)
+    w, opt, loss, aux, riding = self.workers.each(step, z, opt, batches, self.context.ids, riding, how=self.loop)
+    metrics = {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
+    if self.fresh is None:
+      return w, opt, ms, metrics, riding
+    w, opt, cause = quarantine.examine(z, w, opt, loss, self.fresh)
+    ms = tuple({**fs, "sick": fs["sick"] | (cause > 0)[:, None]} for fs in ms)
+    return w, opt, ms, {**metrics, "quarantine": cause[:, None]}, riding
+
+
+def _healthy(fs: dict[str, Any]) -> jax.Array | None:
+  return ~fs["sick"] if "sick" in fs else None
+
+
+def _joined(*metrics: dict[str, Any]) -> dict[str, Any]:
+  """Metrics [K, steps, ...] of consecutive steps as one."""
+  return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *metrics)
 
 
 def _runs(parts: Fragments, order: Sequence[int]) -> list[list[int]]:

@@ -28,8 +28,8 @@ class HostRound:
 
   Args:
     start: (z, ms, scalars) -> raw, Mix1's collectives; None where nothing travels beside the inner steps.
-    inner: (z, inner_opt_state, batches, scalars) -> w, inner_opt_state, loss, aux; without collectives.
-    land: (z, w, ms, raw, scalars) -> z', ms', measures.
+    inner: (z, inner_opt_state, batches, scalars) -> w, inner_opt_state, metrics; without collectives.
+    land: (z, w, ms, raw, metrics, scalars) -> z', ms', metrics.
 
   Attributes:
     timeline: seconds (time.monotonic) of the last round's events: begin, mix1_done, inner_done, land_done.
@@ -42,11 +42,11 @@ class HostRound:
   def __call__(self, z, inner_opt_state, ms, batches, scalars):
     self.timeline = {"begin": time.monotonic()}
     raw = _communication().submit(self._timed, "mix1_done", self.start, z, ms, scalars) if self.start else None
-    w, inner_opt_state, loss, aux = self._timed("inner_done", self.inner, z, inner_opt_state, batches, scalars)
+    w, inner_opt_state, metrics = self._timed("inner_done", self.inner, z, inner_opt_state, batches, scalars)
     got = None if raw is None else raw.result()
     # The caller waits: whatever it launches next may hold collectives, which must not run beside these.
-    z, ms, measures = _communication().submit(self._timed, "land_done", self.land, z, w, ms, got, scalars).result()
-    return z, inner_opt_state, ms, {"loss": loss, **({} if aux is None else {"aux": aux}), **measures}
+    z, ms, metrics = _communication().submit(self._timed, "land_done", self.land, z, w, ms, got, metrics, scalars).result()
+    return z, inner_opt_state, ms, metrics
 
   def _timed(self, event: str, run: Callable, *args: Any) -> Any:
     out = jax.block_until_ready(run(*args))
@@ -61,13 +61,15 @@ def compile_stages(start: Callable | None, inner: Callable, land: Callable, z: P
   The inner optimizer's state is donated to `inner`, z and the method's state to `land`.
   """
   begin = None if start is None else jax.jit(start).lower(z, ms, scalars).compile()
-  between = jax.jit(inner, donate_argnums=1, out_shardings=(*shardings((z, inner_opt_state)), None, None)).lower(
+  between = jax.jit(inner, donate_argnums=1, out_shardings=(*shardings((z, inner_opt_state)), None)).lower(
       z, inner_opt_state, batches, scalars).compile()
+  metrics = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                         jax.eval_shape(inner, z, inner_opt_state, batches, scalars)[2], between.output_shardings[2])
   raw = None if start is None or begin is None else jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(start, z, ms, scalars),
       begin.output_shardings)
   end = jax.jit(land, donate_argnums=(0, 2), out_shardings=(*shardings((z, ms)), None)).lower(
-      z, z, ms, raw, scalars).compile()
+      z, z, ms, raw, metrics, scalars).compile()
   return HostRound(begin, between, end)
 
 

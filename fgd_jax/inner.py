@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from fgd_jax.methods import Method
+from fgd_jax.methods.base import finite_rows
 from fgd_jax.mixing import Context
 
 PyTree = Any
@@ -23,6 +24,7 @@ class Inner(NamedTuple):
   Attributes:
     loss_fn, optimizer, accumulate, seed: see there.
     method: bound; its `inner_grad`, its `inner_steps`, and what its Mix1 carries step by step.
+    quarantine: where gradients are averaged in every step, those of a worker with a number that is not finite are left out.
   """
 
   loss_fn: Callable
@@ -30,6 +32,7 @@ class Inner(NamedTuple):
   accumulate: int
   seed: int
   method: Method
+  quarantine: bool = False
 
   def phase(self, w: PyTree, opt_state: PyTree, batches_Sx: PyTree, worker: jax.Array, riding: Any, ctx: Context,
             first: Any, steps: int, loop: bool = False) -> tuple[PyTree, PyTree, jax.Array, Any, Any]:
@@ -57,7 +60,11 @@ class Inner(NamedTuple):
       rng = jax.random.fold_in(key, ctx.round * steps + first + h)
       loss, aux, grads = gradient(self.loss_fn, w, batch, rng, self.accumulate)
       if method.inner_grad is not None:
-        grads = method.inner_grad(grads, ctx._replace(event=first + h))
+        healthy = None
+        if self.quarantine:
+          healthy = finite_rows(jax.tree.map(lambda x: x[None], (loss, grads)))[0]
+          grads = jax.tree.map(lambda g: jnp.where(healthy, g, 0), grads)
+        grads = method.inner_grad(grads, ctx._replace(event=first + h, healthy=healthy))
       updates, new_state = self.optimizer.update(grads, opt_state, w)
       new = optax.apply_updates(w, updates)
       if method.inner_steps is not None:

@@ -14,7 +14,7 @@ overlap), so there is one executable for each permutation, picked on the host fr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,17 @@ from jax.sharding import PartitionSpec
 from fgd_jax import host
 from fgd_jax import measure as measures
 from fgd_jax import overlap as overlap_forms
-from fgd_jax.arguments import alive_mask, check_build, check_params, check_round, shares, strong
+from fgd_jax import quarantine as sick_bay
+from fgd_jax.arguments import (
+    alive_mask,
+    check_build,
+    check_params,
+    check_quarantine,
+    check_round,
+    link_tables,
+    shares,
+    strong,
+)
 from fgd_jax.cycle import Cycle
 from fgd_jax.inner import Inner
 from fgd_jax.methods import Fragmented, Method
@@ -73,8 +83,8 @@ class Originals(NamedTuple):
 def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.GradientTransformation, *, workers: Workers,
                 seed: int = 0, measure: Sequence[Any] = (), accumulate: int = 1,
                 worker_weights: Sequence[float] | None = None, param_sharding: Rules = (),
-                batch_sharding: PartitionSpec = PartitionSpec(), inner_loop: str = "auto",
-                overlap: str = "auto") -> tuple[Callable[[PyTree], State], "Round"]:
+                batch_sharding: PartitionSpec = PartitionSpec(), inner_loop: str = "auto", overlap: str = "auto",
+                quarantine: bool = False, drops: bool = False) -> tuple[Callable[[PyTree], State], "Round"]:
   """Builds `init` and the round of a method for any model.
 
   Args:
@@ -95,10 +105,13 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
       on the platform ("auto": map on CPU); one worker a device is a plain call. The numbers are the same.
     overlap: the form in which Mix1 is hidden behind the inner steps: "barrier", "packed", "ring", "host" or, as suits the
       hardware, "auto" (`fgd_jax.overlap`). It never changes the algorithm.
+    quarantine: a worker whose loss or state turns non-finite is left out of the exchanges and restored, without a
+      collective more (`fgd_jax.quarantine`); metrics get `quarantine`.
+    drops: rounds take `links`, exchanges that fail.
 
   Returns:
     init(params) -> State; every worker starts at `params`, which are not consumed.
-    round_fn(state, batches, alive=None, measured=True) -> (State, metrics), see `Round`.
+    round_fn(state, batches, alive=None, measured=True, links=None) -> (State, metrics), see `Round`.
 
   Raises:
     ValueError: an impossible argument; the sentence names it.
@@ -107,28 +120,34 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
   check_build(method, inner_optimizer, workers, seed, accumulate, inner_loop, measure)
   weights = None if worker_weights is None else shares(worker_weights, workers.count)
   bound = method.bind(workers.count, int(seed))
+  if quarantine:
+    check_quarantine(bound, worker_weights)
   overlap_forms.plan(overlap, bound, workers, steps=2**31 - 1)  # refuses forms that no H makes possible
   round_fn = Round(bound, loss_fn, inner_optimizer, workers, int(seed), tuple(measure), accumulate, weights,
-                   tuple(param_sharding), batch_sharding, inner_loop, overlap)
+                   tuple(param_sharding), batch_sharding, inner_loop, overlap, bool(quarantine), bool(drops))
   return round_fn.init, round_fn
 
 
 class Round:
-  """round_fn(state, batches, alive=None, measured=True) -> (state, metrics).
+  """round_fn(state, batches, alive=None, measured=True, links=None) -> (state, metrics).
 
   `batches` is a pytree of [M, H, ...] leaves; H is read off the shape. The old state is donated. `alive` [M] bool takes
-  workers out of all exchanges of this round (they keep their own values). `metrics`: `loss` [M, H] and, where the loss
-  has them, `aux` [M, H, ...], on the device; `bytes_overlapped`, `bytes_blocking`, bytes that one worker sends, on the
-  host; the measures, if any, in a measured round. All executables of a batch shape are compiled in its first call.
+  workers out of all exchanges of this round (they keep their own values). `links`, where the round was built with drops:
+  by mixer key bool [M, M], or [events, M, M] for fragments, symmetric, False where a pair cannot exchange (both keep their
+  own values) and, on the diagonal, where a worker takes no part; an overlapped mean that all miss was given up. `metrics`:
+  `loss` [M, H] and, where the loss has them, `aux` [M, H, ...], on the device; `bytes_overlapped`, `bytes_blocking`, bytes
+  that one worker sends, on the host; with quarantine `quarantine` int32 [M] (index into `fgd_jax.quarantine.CAUSES`, 0:
+  healthy); the measures, if any, in a measured round. All executables of a batch shape are compiled in its first call.
 
   Attributes:
     method: the bound method; `method.mix1.matrix(r)` replays the run.
   """
 
   def __init__(self, method, loss_fn, inner_optimizer, workers, seed, measure, accumulate, weights, param_rules,
-               batch_spec, inner_loop, overlap):
+               batch_spec, inner_loop, overlap, quarantine, drops):
     self.method = method
-    self._inner, self._workers = Inner(loss_fn, inner_optimizer, accumulate, seed, method), workers
+    self._inner, self._workers = Inner(loss_fn, inner_optimizer, accumulate, seed, method, quarantine), workers
+    self._quarantine, self._drops = quarantine, drops
     self._measure, self._accumulate, self._weights = measure, accumulate, weights
     self._param_rules, self._batch_spec = param_rules, batch_spec
     if inner_loop == "auto":
@@ -136,6 +155,7 @@ class Round:
     self._inner_loop = "vmap" if method.inner_grad is not None else inner_loop
     self._executables: dict[Any, Any] = {}
     self._evaluated: Callable | None = None
+    self._rejoined: Callable | None = None
     self._traffic: dict[Any, tuple[float, float]] = {}
     mix1 = method.overlapped
     self._overlap = overlap
@@ -167,6 +187,8 @@ class Round:
     """The method's state at the start; where parameters are narrower than float32, with what keeps outer updates exact."""
     wide = widened(params)
     ms = self.method.init(wide)
+    if self._quarantine and isinstance(self.method, Fragmented):  # whether steps were thrown away since it last departed
+      ms = tuple({**fs, "sick": jnp.zeros(jax.tree.leaves(fs["theta"])[0].shape[0], bool)} for fs in ms)
     if not (self.method.outer_steps and _narrow(params)):
       return ms
     if isinstance(self.method, Fragmented):  # what rounding took from each fragment when it last arrived
@@ -180,19 +202,39 @@ class Round:
     return jax.tree.map(self._workers.stacked, like_params(one, shapes, specs, self._workers.inner_axes),
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 
-  def eval_params(self, state: State) -> PyTree:
-    """The parameters that the method's paper evaluates: the workers' mean unless the method says otherwise."""
+  def eval_params(self, state: State, alive: Any = None) -> PyTree:
+    """The parameters that the method's paper evaluates: the workers' mean unless the method says otherwise.
+
+    `alive` [M] bool: the workers that count; None: all.
+    """
     _refuse_consumed(state)
-    if type(self.method).eval_params is Method.eval_params:
-      return _mean(state.params)
     if self._evaluated is None:
-      self._evaluated = jax.jit(lambda z, ms: self.method.eval_params(z, ms, self._weights))
-    return self._evaluated(state.params, state.method_state)
+      self._evaluated = jax.jit(lambda z, ms, alive: self.method.eval_params(z, ms, alive, self._weights))
+    return self._evaluated(state.params, state.method_state, alive_mask(alive, self._workers.count))
+
+  def rejoin(self, state: State, worker: int, donor: int) -> State:
+    """The state in which `worker`, back after rounds without it, has the donor's parameters and method state.
+
+    Its inner optimizer's numbers are as at the start, and its counts as the donor's. The old state is donated.
+    """
+    _refuse_consumed(state)
+    for name, index in (("worker", worker), ("donor", donor)):
+      if not 0 <= index < self._workers.count:
+        raise ValueError(f"{name}={index} must be a worker from 0 to {self._workers.count - 1}.")
+    if self._rejoined is None:
+      self._rejoined = jax.jit(sick_bay.rejoin_program(self._workers, self._fresh), donate_argnums=(0, 1, 2),
+                               out_shardings=host.shardings(self._shapes(state, {})[:3]))
+    z, inner_opt_state, ms = self._rejoined(*self._bring(state)[:3], np.int32(worker), np.int32(donor))
+    return State(z, inner_opt_state, ms, state.round)
+
+  def _fresh(self, z: PyTree) -> PyTree:
+    """The inner optimizer's states at the start, for a stack of parameters."""
+    return self._workers.each(self._inner.optimizer.init, z)
 
   # --- one round -----------------------------------------------------------------------------------------------------
 
-  def __call__(self, state: State, batches: PyTree, alive: Any = None, measured: bool = True
-               ) -> tuple[State, dict[str, Any]]:
+  def __call__(self, state: State, batches: PyTree, alive: Any = None, measured: bool = True,
+               links: Mapping[str, Any] | None = None) -> tuple[State, dict[str, Any]]:
     """One round; see the class."""
     if not isinstance(state, State):
       raise ValueError(f"round_fn takes the State that init or an earlier round returned, not {type(state).__name__}.")
@@ -202,12 +244,15 @@ class Round:
     self._check(state.params, batches)
     r = int(state.round)
     alive = alive_mask(alive, self._workers.count)
+    if links is not None and not self._drops:
+      raise ValueError("links were given to a round that was built without them; pass drops=True to build_round.")
+    tables = link_tables(self.method, links) if self._drops else None
     measured = measured and bool(self._measure)
     state = self._bring(state)
     executables = self.compile(state, batches, measured=(measured,))
     run = executables[measured, self._permutation(r)]
     batches = self._workers.put(batches, self._batch_sharding())
-    scalars = self._workers.put(self._scalars(r, alive), self._workers.replicated())
+    scalars = self._workers.put(self._scalars(r, alive, tables), self._workers.replicated())
     z, inner_opt_state, ms, metrics = run(*state[:3], batches, scalars)
     metrics["bytes_overlapped"], metrics["bytes_blocking"] = self.traffic(state.params, batches)
     return State(z, inner_opt_state, ms, np.int32(r + 1)), metrics
@@ -291,9 +336,8 @@ class Round:
     def run(z, inner_opt_state, ms, batches, scalars):
       body = lambda *local: self._body(*local, plan, permutation)
       ids = jnp.arange(self._workers.count, dtype=jnp.int32)
-      new_z, inner_opt_state, new_ms, w, loss, aux = self._workers.spmd(body, stacks=5)(
+      new_z, inner_opt_state, new_ms, w, metrics = self._workers.spmd(body, stacks=5)(
           z, inner_opt_state, ms, batches, ids, scalars)
-      metrics = {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
       return new_z, inner_opt_state, new_ms, metrics | self._measures(w, new_z, measured)
 
     z, opt, ms, data, scalars = self._shapes(state, batches)
@@ -312,13 +356,14 @@ class Round:
       return spmd(body, stacks=3)(z, ms, ids(), scalars)
 
     def inner(z, opt, batches, scalars):
-      body = lambda *local: self._inner_phases(*local, None, self._context(local[-1], local[-2], permutation))[:4]
+      body = lambda *local: self._inner_phases(*local, None, self._context(local[-1], local[-2], permutation))[:3]
       return spmd(body, stacks=4)(z, opt, batches, ids(), scalars)
 
-    def land(z, w, ms, raw, scalars):
-      body = lambda z, w, ms, raw, ids, scalars: self._land(z, w, ms, _unstacked(raw), ids, scalars, plan, permutation)
-      new_z, new_ms = spmd(body, stacks=5)(z, w, ms, raw, ids(), scalars)
-      return new_z, new_ms, self._measures(w, new_z, measured)
+    def land(z, w, ms, raw, metrics, scalars):
+      body = lambda z, w, ms, raw, metrics, ids, scalars: self._land(z, w, ms, _unstacked(raw), metrics, ids, scalars, plan,
+                                                                     permutation)
+      new_z, new_ms, metrics = spmd(body, stacks=6)(z, w, ms, raw, metrics, ids(), scalars)
+      return new_z, new_ms, metrics | self._measures(w, new_z, measured)
 
     return host.compile_stages(None if self.method.overlapped is None else start, inner, land, *self._shapes(state, batches))
 
@@ -332,21 +377,23 @@ class Round:
             jax.tree.map(lambda x: described(x, self._workers.replicated()), scalars))
 
   def _body(self, z, inner_opt_state, ms, batches, ids, scalars, plan, permutation):
-    """One round on a slot's local stacks [K, ...]; returns z', inner_opt_state, ms', w, loss, aux."""
+    """One round on a slot's local stacks [K, ...]; returns z', inner_opt_state, ms', w, metrics."""
     ctx = self._context(scalars, ids, permutation)._replace(ring=plan.ring)
     if isinstance(self.method, Fragmented):
-      mix_context = lambda sent, ctx: self._mix1_context(sent, z, ids, scalars, plan, permutation)._replace(event=ctx.event)
+      mix_context = lambda sent, ctx: self._mix1_context(sent, z, ids, scalars, plan, permutation)._replace(
+          event=ctx.event, healthy=ctx.healthy)
       return Cycle(self.method, self._inner, self._workers, self._inner_loop, ctx, mix_context, plan.form == "ring",
-                   jax.tree.leaves(batches)[0].shape[1]).run(z, inner_opt_state, ms, batches)
+                   jax.tree.leaves(batches)[0].shape[1], self._fresh if self._quarantine else None).run(
+                       z, inner_opt_state, ms, batches)
     raw = riding = None
     if self.method.overlapped is not None:
       raw = self._start(z, ms, ids, scalars, plan, permutation)
       riding = _stacked(raw) if plan.form == "ring" else None
-    w, inner_opt_state, loss, aux, riding = self._inner_phases(z, inner_opt_state, batches, ids, scalars, riding, ctx)
+    w, inner_opt_state, metrics, riding = self._inner_phases(z, inner_opt_state, batches, ids, scalars, riding, ctx)
     if raw is not None:
       w, raw = lax.optimization_barrier((w, raw if riding is None else _unstacked(riding)))
-    z, ms = self._land(z, w, ms, raw, ids, scalars, plan, permutation)
-    return z, inner_opt_state, ms, w, loss, aux
+    z, ms, metrics = self._land(z, w, ms, raw, metrics, ids, scalars, plan, permutation)
+    return z, inner_opt_state, ms, w, metrics
 
   def _start(self, z, ms, ids, scalars, plan, permutation):
     """Mix1's collectives."""
@@ -354,19 +401,28 @@ class Round:
     return self.method.overlapped.start(sent, self._mix1_context(sent, z, ids, scalars, plan, permutation))
 
   def _inner_phases(self, z, inner_opt_state, batches, ids, scalars, riding, ctx):
+    """w, inner_opt_state, metrics and what rode in the inner steps."""
     steps = jax.tree.leaves(batches)[0].shape[1]
-    return self._workers.each(lambda *one: self._inner.phase(*one, ctx, 0, steps), z, inner_opt_state, batches, ids, riding,
-                              how=self._inner_loop)
+    w, opt, loss, aux, riding = self._workers.each(lambda *one: self._inner.phase(*one, ctx, 0, steps), z, inner_opt_state,
+                                                   batches, ids, riding, how=self._inner_loop)
+    metrics = {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
+    if self._quarantine:
+      w, opt, metrics["quarantine"] = sick_bay.examine(z, w, opt, loss, self._fresh, self.method.inner_grad is not None)
+    return w, opt, metrics, riding
 
-  def _land(self, z, w, ms, raw, ids, scalars, plan, permutation):
+  def _land(self, z, w, ms, raw, metrics, ids, scalars, plan, permutation):
     """What follows the inner steps: Mix1's arithmetic, blocking exchanges, the outer step."""
     x = None
     if raw is not None:
       sent = self._workers.each(self._launch_one, z, ms)
       x = self.method.overlapped.finish(raw, sent, self._mix1_context(sent, z, ids, scalars, plan, permutation))
-    ctx = self._context(scalars, ids, permutation)
-    return self._workers.each(lambda z, w, x, ms, worker: self._land_one(z, w, x, ms, ctx._replace(worker=worker)),
-                              z, w, x, ms, ids)
+    ctx, cause = self._context(scalars, ids, permutation), metrics.get("quarantine")
+    land = lambda z, w, x, ms, worker, healthy: self._land_one(z, w, x, ms, ctx._replace(worker=worker, healthy=healthy))
+    new = self._workers.each(land, z, w, x, ms, ids, None if cause is None else cause == 0)
+    if cause is None:
+      return *new, metrics
+    (new_z, new_ms), cause = sick_bay.landed(new, (z, ms), cause)
+    return new_z, new_ms, {**metrics, "quarantine": cause}
 
   def _launch_one(self, z, ms):
     """One worker's launch; parameters narrower than float32 are represented by their float32 originals."""
@@ -401,7 +457,8 @@ class Round:
     if permutation is not None:
       choices["mix1"] = permutation
     weights = None if self._weights is None else jnp.asarray(self._weights)
-    return Context(self._workers.placement, scalars["round"], ids, scalars["alive"], choices, weights=weights)
+    return Context(self._workers.placement, scalars["round"], ids, scalars["alive"], choices, weights=weights,
+                   links=scalars.get("links"))
 
   def _mix1_context(self, sent, z, ids, scalars, plan, permutation) -> Context:
     """The context of Mix1's start and finish: with the form in which it travels."""
@@ -417,10 +474,13 @@ class Round:
   def _permutation(self, r: int) -> int | None:
     return self.method.mix1.topology.choice(r) if self._static else None  # type: ignore[attr-defined]
 
-  def _scalars(self, r: int, alive: np.ndarray) -> dict[str, Any]:
+  def _scalars(self, r: int, alive: np.ndarray, tables: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
     """The small inputs of a round; draws of the mixers are made on the host."""
     choices = {m.key: np.int32(m.topology.choice(r)) for m in self.method.bound_mixers()}
-    return {"round": np.int32(r), "alive": alive, "choices": choices}
+    scalars = {"round": np.int32(r), "alive": alive, "choices": choices}
+    if self._drops:
+      scalars["links"] = link_tables(self.method, None) if tables is None else tables
+    return scalars
 
   def _batch_sharding(self):
     return self._workers.stacked(PartitionSpec(None, *self._batch_spec) if self._batch_spec else PartitionSpec())

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, TensorBoard events and a progress bar."""
+"""A run's records: metrics.jsonl, events.jsonl, TensorBoard events and a progress bar."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class RunLog:
   """
 
   def __init__(self, workdir: str, resumed: int, tokens: tuple[int, int]):
-    path = os.path.join(workdir, "metrics.jsonl")
+    path, self._events = os.path.join(workdir, "metrics.jsonl"), os.path.join(workdir, "events.jsonl")
     cut_lines(path, resumed)
+    cut_lines(self._events, resumed)
     self._file = open(path, "a", encoding="utf-8")
     self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=resumed + 1)
     self._times: collections.deque[float] = collections.deque(maxlen=6)
@@ -60,13 +61,20 @@ class RunLog:
     for key, value in record.items():
       if isinstance(value, (int, float)) and key != "round":
         self._board.add_scalar(key, value, record["round"])
-    shown = {"round": record["round"], "loss": f"{record['train_loss']:.3f}"}
+    loss = record["train_loss"]
+    shown = {"round": record["round"], "loss": "-" if loss is None else f"{loss:.3f}"}
     if "eval_loss" in record:
       self._shown_eval = f"{record['eval_loss']:.3f}"
     if self._shown_eval:
       shown["held-out"] = self._shown_eval
     self._bar.set_postfix(shown, refresh=False)
     self._bar.update(record["tokens"] - self._bar.n)
+
+  def events(self, events: list[dict[str, Any]]) -> None:
+    """Appends to events.jsonl, one line an event; each has the `round` in which it happened, counted from 1."""
+    if events:
+      with open(self._events, "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(event) + "\n" for event in events)
 
   def close(self) -> None:
     self._bar.close()

@@ -27,9 +27,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
 import fgd_jax as fgd
-from fgd_jax import aot, data, measure, models, sharding
+from fgd_jax import aot, data, faults, measure, models, sharding
 from fgd_jax import config as configs
 from fgd_jax.checkpoint import Checkpoints, refuse_other_config
+from fgd_jax.methods.base import finite_rows
+from fgd_jax.quarantine import CAUSES
 from fgd_jax.report import curves
 from fgd_jax.round import State
 from fgd_jax.runlog import RunLog, read_lines, show_own_logs
@@ -75,7 +77,8 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   init, round_fn = fgd.build_round(
       configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
       accumulate=config.accumulate, measure=measures, overlap=config.overlap.form,
-      worker_weights=configs.worker_weights(config), **sharding.inside_worker(workers.mesh))
+      worker_weights=configs.worker_weights(config), quarantine=config.faults.quarantine, drops=bool(config.faults.drop),
+      **sharding.inside_worker(workers.mesh))
 
   # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
@@ -87,16 +90,19 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     state = checkpoints.restore(round_fn.abstract_state(params_shape), iterator)
     logging.info("Resuming at round %d of %d.", state.round, config.rounds)
   write_config(config, workdir)
-  taken = round_fn.method.inner_steps or [config.inner_steps] * config.workers  # steps of each worker in a round
-  tokens_per_round = sum(taken) * config.batch_size * config.seq_len
-  start = int(state.round)
-  logging.info("%s parameters, %s, method %s, %d x %s tokens a round on %s (%s).",
-               f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
-               f"{tokens_per_round:,}", workers.platform, f"unigram loss {corpus.unigram_loss:.3f}")
-
-  # --- compile, once -------------------------------------------------------------------------------------------------
   first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
                                            jnp.int32))
+  troubles = faults.simulate(config, round_fn, state.params, {"tokens": first}) if faults.wanted(config) else None
+  start = int(state.round)
+  steps_RxM = taken_steps(config, round_fn.method, troubles)
+  tokens = np.concatenate([[0], np.cumsum(steps_RxM.sum(axis=1))]) * config.batch_size * config.seq_len  # after r rounds
+  logging.info("%s parameters, %s, method %s, %d rounds of %s tokens on %s (%s).",
+               f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
+               f"{tokens[-1] / config.rounds:,.0f}", workers.platform, f"unigram loss {corpus.unigram_loss:.3f}")
+  if troubles is not None:
+    logging.info("Simulated: %s", troubles.describe())
+
+  # --- compile, once -------------------------------------------------------------------------------------------------
   plan = round_fn.plan({"tokens": first})
   logging.info("Overlap form %s, XLA options %s.", plan.form, plan.options or "none")
   if plan.warning:
@@ -106,13 +112,13 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   executables = round_fn.compile(state, {"tokens": first}, measured=(False, True) if config.measure_every else (False,))
   evaluate = make_evaluation(model.loss, heldout, workers)
   before = evaluate(round_fn.eval_params(state), state.params)
-  all_finite = jax.jit(finite_by_worker)
+  all_finite = jax.jit(lambda state: finite_rows(state[:3]))
   logging.info("Compiled %d executable(s) for the rounds in %.1f s; held-out loss is %.3f now.", len(executables),
                time.time() - began, before["eval_loss"])
   if workers.platform != "cpu" and plan.form != "none":
     report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
-  log = RunLog(workdir, start, (start * tokens_per_round, config.rounds * tokens_per_round))
+  log = RunLog(workdir, start, (int(tokens[start]), int(tokens[-1])))
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
@@ -128,12 +134,21 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
         checkpoints.save(state, iterator)
       batches = next(iterator)
       measured = due(done + 1, config.measure_every, config.rounds)
+      alive = links = None
+      if troubles is not None:
+        alive, links = troubles.alive[done], troubles.links(done) if config.faults.drop else None
+        for worker, donor in troubles.rejoining(done):
+          state = round_fn.rejoin(state, worker, donor)
       with jax.profiler.StepTraceAnnotation("round", step_num=done + 1):
-        state, metrics = round_fn(state, batches, measured=measured)
+        state, metrics = round_fn(state, batches, alive=alive, measured=measured, links=links)
       if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
-        metrics |= evaluate(round_fn.eval_params(state), state.params)
-      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": (done + 1) * tokens_per_round}
-      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens_per_round, "taken": taken}
+        metrics |= evaluate(round_fn.eval_params(state, alive), state.params, alive)
+      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": int(tokens[done + 1])}
+      if troubles is not None:
+        record |= troubles.record(done)
+        log.events(troubles.events(done, config.inner_steps))
+      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": int(tokens[done + 1] - tokens[done]),
+                                    "taken": steps_RxM[done]}
       flush(previous, log, config)
     flush(pending, log, config)
     profile.at(config.rounds + 1, state)
@@ -215,7 +230,8 @@ def claimed(workdir: str) -> Iterator[None]:
   """
   os.makedirs(workdir, exist_ok=True)
   if not os.path.exists(os.path.join(workdir, "config.json")):
-    ours = {"checkpoints", "tensorboard", "profile", "metrics.jsonl", "summary.json", curves.FILE_NAME, LOCK_FILE}
+    ours = {"checkpoints", "tensorboard", "profile", "metrics.jsonl", "events.jsonl", "summary.json", curves.FILE_NAME,
+            LOCK_FILE}
     if strangers := sorted(set(os.listdir(workdir)) - ours):
       raise ValueError(f"--workdir={workdir} holds {strangers[0]!r} and no config.json; choose an empty or new folder.")
   with open(os.path.join(workdir, LOCK_FILE), "w") as lock:
@@ -291,6 +307,7 @@ def summarise(config: ConfigDict, workdir: str, facts: dict[str, Any]) -> dict[s
              **{key: last[key] for key in keys}, **facts,
              "consensus_l2": last_value(records, "consensus_l2"), "js_distance": last_value(records, "js_distance"),
              "tokens_per_second": float(np.median(speeds)) if speeds else None,
+             **{key: last[key] for key in ("simulated_seconds", "compute_utilization") if key in last},
              "jax": jax.__version__, "python": platform.python_version(), "platform": jax.devices()[0].platform}
   curves.plot_run(workdir, summary)
   write_json(os.path.join(workdir, "summary.json"), summary)
@@ -309,13 +326,22 @@ def flush(pending: dict[str, Any] | None, log: RunLog, config: ConfigDict) -> No
   if pending is None:
     return
   record, metrics = pending["record"], jax.device_get(pending["metrics"])
-  loss_MxH = metrics.pop("loss")
-  if not np.isfinite(loss_MxH).all():
-    worker, h = np.argwhere(~np.isfinite(loss_MxH))[0]
+  loss_MxH, causes_M = metrics.pop("loss"), metrics.pop("quarantine", None)
+  counts = np.arange(config.inner_steps) < np.asarray(pending["taken"])[:, None]  # losses of steps that were taken
+  finite = np.isfinite(loss_MxH)
+  if causes_M is not None:
+    record["quarantined"] = int(np.count_nonzero(causes_M))
+    log.events(quarantined(causes_M, finite, record, config.inner_steps))
+    if record["quarantined"] == config.workers:
+      raise NonFiniteError(f"All {config.workers} workers are in quarantine in round {record['round']} (events.jsonl says "
+                           "why), so nothing is learned. " + ADVICE)
+    counts = counts & finite
+  elif not finite[counts].all():
+    worker, h = np.argwhere(counts & ~finite)[0]
     step = record["step"] - config.inner_steps + h + 1
     raise NonFiniteError(f"Worker {worker} has loss {loss_MxH[worker, h]} at step {step} (round {record['round']}). "
                          + ADVICE)
-  record["train_loss"] = float(loss_MxH[np.arange(config.inner_steps) < np.asarray(pending["taken"])[:, None]].mean())
+  record["train_loss"] = float(loss_MxH[counts].mean()) if counts.any() else None
   if "consensus_inner" in metrics:
     record["consensus_l2"] = math.sqrt(metrics["consensus_inner"])
     record["consensus_blocks"] = {k: float(v) for k, v in metrics.pop("consensus_blocks").items()}
@@ -326,19 +352,30 @@ def flush(pending: dict[str, Any] | None, log: RunLog, config: ConfigDict) -> No
   log.write(record)
 
 
+def quarantined(causes_M: np.ndarray, finite_MxH: np.ndarray, record: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+  """An event for each worker in quarantine: the step is that of its first loss that is not finite, else the round's last."""
+  events = []
+  for worker in np.flatnonzero(causes_M):
+    h = int(np.argmin(finite_MxH[worker])) if not finite_MxH[worker].all() else steps - 1
+    events.append({"round": record["round"], "step": record["step"] - steps + h + 1, "event": "quarantine",
+                   "worker": int(worker), "cause": CAUSES[causes_M[worker]]})
+    logging.warning("Worker %d is in quarantine at step %d (round %d): its %s is not finite.", worker, events[-1]["step"],
+                    record["round"], events[-1]["cause"])
+  return events
+
+
+def taken_steps(config: ConfigDict, method: fgd.methods.Method, troubles: faults.Faults | None) -> np.ndarray:
+  """[R, M]: inner steps that each worker takes in each round; none while it is down."""
+  steps = np.asarray(method.inner_steps or [config.inner_steps] * config.workers)
+  return np.broadcast_to(steps, (config.rounds, config.workers)) if troubles is None else troubles.alive * steps
+
+
 def refuse_non_finite(finite_M: jax.Array, step: int) -> None:
   """Stops before a save when a worker's parameters or optimizer state hold a non-finite number."""
   bad = np.flatnonzero(~np.asarray(finite_M))
   if bad.size:
     raise NonFiniteError(f"Worker {bad[0]} has non-finite parameters or optimizer state after step {step}. "
                          + ADVICE)
-
-
-def finite_by_worker(state: State) -> jax.Array:
-  """bool [M]: whether all floating-point leaves of a worker are finite."""
-  checks = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in jax.tree.leaves(state[:3])
-            if jnp.issubdtype(x.dtype, jnp.inexact)]
-  return jnp.stack(checks).all(axis=0)
 
 
 def consensus_by_block(w: PyTree, z: PyTree) -> dict[str, Any]:
@@ -357,9 +394,9 @@ def js_of(apply: Callable, tokens_BxL: jax.Array) -> Callable:
 
 
 def make_evaluation(loss: Callable, heldout_NxBxL: np.ndarray, workers: fgd.Workers) -> Callable:
-  """evaluate(mean params, stacked params) -> eval_loss of the mean model and eval_loss_workers, the workers' mean loss.
+  """evaluate(mean params, stacked params, alive) -> eval_loss of the mean model and eval_loss_workers, the workers' mean.
 
-  The fixed batches are spread over the device positions.
+  The fixed batches are spread over the device positions. `alive` [M]: the workers that count; None: all.
   """
   sharding = workers.replicated()
   if workers.mesh is not None and heldout_NxBxL.shape[1] % workers.placement.devices == 0:
@@ -370,8 +407,8 @@ def make_evaluation(loss: Callable, heldout_NxBxL: np.ndarray, workers: fgd.Work
   each = jax.jit(workers.spmd(lambda stack, tokens: workers.each(
       lambda params: mean_loss(params, tokens), stack, how="map"), stacks=1))
 
-  def evaluate(mean: PyTree, stack: PyTree) -> dict[str, Any]:
-    return {"eval_loss": one(mean, batches), "eval_loss_workers": jnp.mean(each(stack, batches))}
+  def evaluate(mean: PyTree, stack: PyTree, alive: Any = None) -> dict[str, Any]:
+    return {"eval_loss": one(mean, batches), "eval_loss_workers": jnp.mean(each(stack, batches), where=alive)}
 
   return evaluate
 

@@ -64,9 +64,13 @@ class Method:
     """The outer step; blocking exchanges happen here, by calling a mixer with ctx."""
     raise TypeError(f"{type(self).__name__} does not define land.")
 
-  def eval_params(self, z: PyTree, ms: PyTree, weights: Any = None) -> PyTree:
-    """What the method's paper evaluates, from the stacks [M, ...] of all workers (`weights` as in Context): their mean."""
-    return jax.tree.map(lambda x: jnp.mean(x, axis=0).astype(x.dtype), z)
+  def eval_params(self, z: PyTree, ms: PyTree, alive: jax.Array, weights: Any = None) -> PyTree:
+    """What the method's paper evaluates, from the stacks [M, ...] of all workers: the mean of those that are alive.
+
+    Args:
+      alive: bool [M]. weights: as in Context.
+    """
+    return mean_of(z, alive)
 
   def bind(self, workers: int, seed: int = 0) -> "Method":
     """The method that knows M: every topology becomes a `Mixer` with a random stream of its own."""
@@ -203,6 +207,20 @@ def check_number(name: str, value: Any, below: float = float("inf"), why: str = 
     raise ValueError(f"{name}={value!r} must be below {below:g}; {why}.")
 
 
+def mean_of(stack: PyTree, alive: jax.Array) -> PyTree:
+  """Leaves [M, ...] -> [...]: the mean over the workers that are alive (bool [M])."""
+  live = lambda x: alive.reshape((-1,) + (1,) * (x.ndim - 1))
+  count = jnp.maximum(jnp.sum(alive), 1)
+  return jax.tree.map(lambda x: (jnp.sum(jnp.where(live(x), x, 0), axis=0) / count).astype(x.dtype), stack)
+
+
+def finite_rows(stack: PyTree) -> jax.Array:
+  """Leaves [n, ...] -> bool [n]: in which rows all floating-point numbers are finite."""
+  rows = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in jax.tree.leaves(stack)
+          if jnp.issubdtype(x.dtype, jnp.inexact)]
+  return jnp.stack(rows).all(axis=0)
+
+
 def widened(tree: PyTree) -> PyTree:
   """Floating leaves in float32 at least."""
   return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
@@ -229,8 +247,8 @@ def exchanged(mixer: Mixer, delta: PyTree, error: PyTree, ctx: Context) -> tuple
 
 def unsent(mixer: Mixer, target: PyTree, ctx: Context) -> PyTree:
   """What of `target` its codec keeps back; nothing of it where the worker takes part in no exchange and uses it itself."""
-  seen, alive = mixer.seen(target, ctx), ctx.alive[ctx.worker]
-  return jax.tree.map(lambda t, s: jnp.where(alive, t - s, 0).astype(t.dtype), target, seen)
+  seen, heard = mixer.seen(target, ctx), mixer.heard(ctx)
+  return jax.tree.map(lambda t, s: jnp.where(heard, t - s, 0).astype(t.dtype), target, seen)
 
 
 def outer_gradient(z: PyTree, w: PyTree, ctx: Context) -> PyTree:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Outer, exchanged, outer_step, unsent
+from fgd_jax.methods.base import Outer, exchanged, finite_rows, outer_step, unsent
 from fgd_jax.outer.merge import Aggregator, make_aggregator
 
 
@@ -61,7 +61,10 @@ class DiLoCo(Outer):
       if self.feeds_back:
         payload = jax.tree.map(jnp.add, payload, error)
         error = unsent(self.mix2, payload, ctx)
-      merged = merge.merge(self.mix2.gather(payload, ctx), ctx.alive)
+      everyone, alive = self.mix2.gather(payload, ctx), ctx.alive
+      if ctx.healthy is not None:  # the sick sent NaN
+        alive = alive & finite_rows(everyone)
+      merged = merge.merge(everyone, alive)
       merged = jax.tree.map(lambda m, d: jnp.where(ctx.alive[ctx.worker], m, d), merged, delta)
     else:
       mixed, error = exchanged(self.mix2, payload, error, ctx)

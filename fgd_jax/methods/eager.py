@@ -47,8 +47,9 @@ class EagerDiLoCo(Outer):
 
   def land(self, z, w, x, ms, ctx):
     delta, sent = outer_gradient(z, w, ctx), self.launch(z, ms)
-    error = unsent(self.mix1, sent, ctx) if self.feeds_back else ()
-    seen, workers = self.mix1.seen(sent, ctx), jnp.where(ctx.alive[ctx.worker], jnp.sum(ctx.alive), 1)
+    error = unsent(self.mix1, sent, ctx._replace(healthy=None)) if self.feeds_back else ()  # sent before anyone was sick
+    seen, alive = self.mix1.seen(sent, ctx), self.mix1.alive(ctx)
+    workers = jnp.where(alive[ctx.worker], jnp.sum(alive), 1)
     x = sent if x is None else x
     eager = jax.tree.map(lambda x, new, old: x + (new - old) / workers.astype(x.dtype), x, delta, seen)
     z, state = outer_step(self.optimizer, eager, ms["outer"], start=z)

@@ -144,12 +144,13 @@ class FactoredGossip(Outer):
     """What Mix1 gives where its payload was compressed, and the reference that all workers share now."""
     sent = self.launch(z, ms)
     kept = jax.tree.map(jnp.subtract, sent, self.overlapped.seen(sent, ctx))
-    mixed = jax.tree.map(lambda x, k: x + jnp.where(ctx.alive[ctx.worker], k, 0), x, kept)
+    heard = self.overlapped.heard(ctx._replace(healthy=None))  # Mix1 travels before anyone can be sick
+    mixed = jax.tree.map(lambda x, k: x + jnp.where(heard, k, 0), x, kept)
     if not self._follows:
       return mixed, ms
     parameters = lambda tree: tree[""] if self.mix_outer_state == "mix1" else tree
     back = jax.tree.map(jnp.add, ms["ref"], parameters(mixed))
-    everybody = jnp.all(ctx.alive)  # or the reference of those who missed a round would differ for ever
+    everybody = jnp.all(self.overlapped.alive(ctx))  # or the reference of those who missed a round would differ for ever
     ref = jax.tree.map(lambda r, q: jnp.where(everybody, r + q, r), ms["ref"], parameters(x))
     return ({**mixed, "": back} if self.mix_outer_state == "mix1" else back), {**ms, "ref": ref}
 

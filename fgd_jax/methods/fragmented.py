@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Method, Outer, narrowed, widened
+from fgd_jax.methods.base import Method, Outer, mean_of, narrowed, widened
 from fgd_jax.mixing import Context, Mixer
 from fgd_jax.mixing.fragments import Fragments, check_fragments, make_fragments
 
@@ -99,9 +99,9 @@ class Fragmented(Outer):
   def arrive(self, w: PyTree, x: PyTree, fs: PyTree, memo: PyTree, ctx: Context) -> tuple[PyTree, PyTree]:
     raise TypeError(f"{type(self).__name__} does not define arrive.")
 
-  def eval_params(self, z, ms, weights=None):
+  def eval_params(self, z, ms, alive, weights=None):
     """The outer parameters: a patchwork of fragments that were exchanged at different times (arXiv 2501.18512)."""
-    return self.patchwork(z, [jax.tree.map(lambda x: jnp.mean(x, axis=0), fs["theta"]) for fs in ms])
+    return self.patchwork(z, [mean_of(fs["theta"], alive) for fs in ms])
 
   def patchwork(self, z: PyTree, theta: Sequence[PyTree]) -> PyTree:
     """One worker's tree, in the dtypes of z [M, ...], from a stack of outer fragments for each group."""

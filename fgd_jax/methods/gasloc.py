@@ -94,5 +94,5 @@ class GASLoC(Compressed):
     new = self.mix(sent, ctx)
     if self.mix.codec is not None:  # add what the own codec loses, so that the mean is kept exactly
       kept = jax.tree.map(jnp.subtract, sent, self.mix.seen(sent, ctx))
-      new = jax.tree.map(lambda n, k: n + jnp.where(ctx.alive[ctx.worker], k, 0), new, kept)
+      new = jax.tree.map(lambda n, k: n + jnp.where(self.mix.heard(ctx), k, 0), new, kept)
     return new if self.momentum_mixing == "mixed" else jax.tree.map(jnp.add, new, momentum), {"y": y}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import outer_step, widened
+from fgd_jax.methods.base import mean_of, outer_step, widened
 from fgd_jax.methods.fragmented import Fragmented
 
 
@@ -74,15 +74,17 @@ class PipelinedDiLoCo(Fragmented):
       w = jax.tree.map(lambda w, t: self.blend * w + (1 - self.blend) * t, w, theta)
     return w, {**fs, "theta": theta, "outer": outer}
 
-  def eval_params(self, z, ms, weights=None):
+  def eval_params(self, z, ms, alive, weights=None):
     """The outer parameters, with the fragment that is due at the end of the round completed."""
     wide = widened(z)
     parts = self.partition(jax.tree.map(lambda x: x[0], wide))
-    mean = lambda x: jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
-    due = jax.tree.map(lambda x: mean(x)[0], ms[0])  # fragment 0; equal on all workers that missed no round
+    fs = jax.tree.map(lambda x: x[:, 0], ms[0])  # fragment 0; equal on all workers that missed no round
+    theta = mean_of(fs["theta"], alive)
+    outer = jax.tree.map(lambda x: x[jnp.argmax(alive)], fs["outer"])
     w = jax.vmap(lambda z: parts.take(z, 0))(wide)
-    w = jax.tree.map(lambda x: jnp.average(x, axis=0, weights=weights), w)
-    theta, _ = outer_step(self.optimizer, jax.tree.map(jnp.subtract, due["theta"], w), due["outer"], start=due["theta"])
-    groups = [jax.tree.map(lambda x: jnp.mean(x, axis=0), fs["theta"]) for fs in ms]
+    shares = alive * (jnp.float32(1) if weights is None else weights)
+    w = jax.tree.map(lambda x: jnp.average(x, axis=0, weights=shares), w)
+    theta, _ = outer_step(self.optimizer, jax.tree.map(jnp.subtract, theta, w), outer, start=theta)
+    groups = [mean_of(fs["theta"], alive) for fs in ms]
     groups[0] = jax.tree.map(lambda stack, new: stack.at[0].set(new), groups[0], theta)
     return self.patchwork(z, groups)

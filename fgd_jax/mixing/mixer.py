@@ -27,6 +27,7 @@ from fgd_jax.mixing.subset import path_of
 from fgd_jax.mixing.topology import Pattern, Topology, make_topology
 
 PyTree = Any
+COUNT = "count of the healthy"  # path of the leaf that counts them
 
 
 class Context(NamedTuple):
@@ -45,6 +46,10 @@ class Context(NamedTuple):
     ring: a mean over workers rides in the inner steps (`Mixer.during`); needs packing and one worker a slot.
     event: number of the exchange where a round has several of one mixer (fragments); draws of stochastic codecs differ by
       it.
+    links: which exchanges fail, by mixer key: bool [events, M, M], symmetric: the pairs that can exchange; the diagonal: who
+      takes part at all. A key that is not there, or None: nothing fails.
+    healthy: whether what this worker sends may be used: a bool scalar inside a method, [K] for a stack; None: nobody looks.
+      Only the worker knows, and its message tells the others (see `Mixer`).
   """
 
   placement: Placement
@@ -58,6 +63,8 @@ class Context(NamedTuple):
   packing: Packing | None = None
   ring: Ring | None = None
   event: Any = 0
+  links: Mapping[str, Any] | None = None
+  healthy: Any = None
 
   @property
   def workers(self) -> int:
@@ -92,6 +99,11 @@ class Mixer:
   on one worker's tree. `matrix`, `contraction` and `stripe_of` are the topology's. With a codec every worker compresses its
   leaves, and what is mixed, its own included, is what the codec makes of them (`seen`), summed in float32 at least; a mean
   is then an all-gather of the compressed leaves.
+
+  Where `Context.healthy` is given, a sick worker is left out: to a sum it adds zeros and is not counted (the count travels
+  as one more number), in all other messages it sends NaN, which is how those who receive them know. A healthy worker keeps
+  the weight of sick neighbours itself, so that the mean over the healthy stays; a sick one takes the average of its healthy
+  neighbours by their weights, and its own value where it has none.
   """
 
   topology: Topology
@@ -114,6 +126,21 @@ class Mixer:
   def varying(self) -> bool:
     """Whether the permutation changes from round to round."""
     return len(self.topology.bank) > 1
+
+  def links(self, ctx: Context) -> jax.Array | None:
+    """bool [M, M]: which pairs can exchange in this event, on the diagonal who takes part; None: all."""
+    table = None if ctx.links is None else ctx.links.get(self.key)
+    return None if table is None else table[ctx.event if table.shape[0] > 1 else 0]
+
+  def alive(self, ctx: Context) -> jax.Array:
+    """bool [M]: who takes part in this mixer's exchange."""
+    links = self.links(ctx)
+    return ctx.alive if links is None else ctx.alive & jnp.diagonal(links)
+
+  def heard(self, ctx: Context) -> jax.Array:
+    """Whether what this worker sends, inside a method, is used by others or mixed with its own."""
+    alive = self.alive(ctx)[ctx.worker]
+    return alive if ctx.healthy is None else alive & ctx.healthy
 
   def bytes_sent(self, tree: PyTree) -> float:
     """Bytes that one worker sends for `tree` (one worker's shapes): a ring all-reduce 2(M-1)/M S, a message S each.
@@ -156,23 +183,37 @@ class Mixer:
 
   def start(self, stack: PyTree, ctx: Context) -> list[Any]:
     """Launches the collectives for a stack of leaves [K, ...]; returns the raw received values, one for each buffer."""
-    wire, ctx = self._wire(stack, ctx)
-    leaves = _leaves(wire)
+    leaves, ctx = self._wire(stack, ctx)
     groups = [[leaves[i] for i in group] for group in self._groups(leaves, ctx)]
     with jax.named_scope(self.key):  # by which fgd_jax.aot tells the mixers' collectives apart
       return [self._launch(self._buffer(group, ctx), self._pattern(self.stripe_of(group[0][0]), ctx), ctx)
               for group in groups]
 
-  def _wire(self, stack: PyTree, ctx: Context) -> tuple[PyTree, Context]:
-    """The leaves as they travel, and the form in which they do: compressed leaves share a buffer."""
-    if self.codec is None:
-      return stack, ctx
-    return self._encoded(stack, ctx), ctx._replace(packing=_packing_here(), ring=None)
+  def _wire(self, stack: PyTree, ctx: Context) -> tuple[list[tuple[str, jax.Array]], Context]:
+    """The leaves as they travel, with paths, and the form in which they do: compressed leaves share a buffer.
+
+    Where sick workers are left out of a sum, one more leaf counts the healthy.
+    """
+    if ctx.healthy is not None and not self._counts(ctx):
+      stack = jax.tree.map(lambda x: jnp.where(_rows(ctx.healthy, x), x, jnp.nan), stack)
+    if self.codec is not None:
+      return _leaves(self._encoded(stack, ctx)), ctx._replace(packing=_packing_here(), ring=None)
+    leaves = _leaves(stack)
+    if self._counts(ctx):
+      dtype = jnp.promote_types(leaves[0][1].dtype, jnp.float32)
+      leaves.append((COUNT, jnp.ones((leaves[0][1].shape[0], 1), dtype)))
+    return leaves, ctx
+
+  def _counts(self, ctx: Context) -> bool:
+    """Whether the healthy workers are counted by the exchange itself."""
+    return ctx.healthy is not None and self.topology.bank[0].mean and self.codec is None
 
   def _buffer(self, group: list[tuple[str, jax.Array]], ctx: Context) -> jax.Array:
     """What travels for these leaves."""
     if self.topology.bank[0].mean:
-      group = [(path, jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0)) for path, x in group]
+      takes = self.alive(ctx)[ctx.ids]
+      takes = takes & ctx.healthy if self._counts(ctx) else takes
+      group = [(path, jnp.where(_rows(takes, x), x, 0)) for path, x in group]
       if ctx.ring is not None:
         assert ctx.packing is not None
         return ctx.packing.pack([(path, x[0]) for path, x in group], lead=0, pieces=ctx.ring.pieces)
@@ -194,10 +235,9 @@ class Mixer:
 
   def finish(self, raw: list[Any], stack: PyTree, ctx: Context) -> PyTree:
     """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values."""
-    wire, wired = self._wire(stack, ctx)
-    leaves = _leaves(wire)
-    patterns = [self._pattern(self.stripe_of(leaves[group[0]][0]), ctx) for group in self._groups(leaves, wired)]
-    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, wire, wired)
+    leaves, ctx = self._wire(stack, ctx)
+    patterns = [self._pattern(self.stripe_of(leaves[group[0]][0]), ctx) for group in self._groups(leaves, ctx)]
+    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, leaves, ctx)
 
   def _assembled(self, got: Any, pattern: Pattern, ctx: Context) -> list[jax.Array]:
     """What was received for a buffer: the sum, or a stack [K, ...] for each term."""
@@ -206,17 +246,17 @@ class Mixer:
     return [exchange.permute_finish(block, source, ctx.placement, ctx.ids)
             for (_, source), block in zip(pattern.terms, got)]
 
-  def _mixed(self, received: list[list[jax.Array]], patterns: list[Pattern], stack: PyTree, wire: PyTree, ctx: Context
-             ) -> PyTree:
-    """The arithmetic behind an exchange, buffer by buffer and leaf by leaf."""
-    leaves, wires = jax.tree.leaves(stack), _leaves(wire)
-    mixed: list[Any] = [None] * len(leaves)
+  def _mixed(self, received: list[list[jax.Array]], patterns: list[Pattern], stack: PyTree,
+             wires: list[tuple[str, jax.Array]], ctx: Context) -> PyTree:
+    """The arithmetic behind an exchange, leaf by leaf."""
+    parts: dict[int, tuple[list[jax.Array], Pattern]] = {}
     for group, buffers, pattern in zip(self._groups(wires, ctx), received, patterns):
-      like = [wires[i] for i in group]
-      parts = [self._unpacked(buffer, like, pattern, ctx) for buffer in buffers]
-      for k, i in enumerate(group):
-        mixed[i] = self._mixed_leaf([part[k] for part in parts], leaves[i], wires[i][1], pattern, ctx)
-    return jax.tree.unflatten(jax.tree.structure(stack), mixed)
+      unpacked = [self._unpacked(buffer, [wires[i] for i in group], pattern, ctx) for buffer in buffers]
+      parts.update({i: ([leaves[k] for leaves in unpacked], pattern) for k, i in enumerate(group)})
+    count = parts[len(wires) - 1][0][0][0] if self._counts(ctx) else None
+    leaves, treedef = jax.tree.flatten(stack)
+    return jax.tree.unflatten(treedef, [self._mixed_leaf(parts[i][0], x, wires[i][1], parts[i][1], ctx, count)
+                                        for i, x in enumerate(leaves)])
 
   def _groups(self, leaves: list[tuple[str, Any]], ctx: Context) -> list[list[int]]:
     """Indices of the leaves that travel in one buffer: where they are packed, those of one stripe and dtype."""
@@ -232,37 +272,67 @@ class Mixer:
       return [buffer]
     return ctx.packing.unpack(buffer, like, lead=0 if pattern.mean and self.codec is None else 1)
 
-  def _mixed_leaf(self, received: list[jax.Array], x: jax.Array, wire: jax.Array, pattern: Pattern, ctx: Context
-                  ) -> jax.Array:
+  def _mixed_leaf(self, received: list[jax.Array], x: jax.Array, wire: jax.Array, pattern: Pattern, ctx: Context,
+                  count: jax.Array | None) -> jax.Array:
     """One leaf [K, ...] after the exchange: x, from what was received and, with a codec, from what it sent itself."""
-    leaf, own, here = x, x, exchange.local_rows(ctx.alive, ctx.ids, x)
+    alive = self.alive(ctx)
+    own, here = x, _rows(alive[ctx.ids], x)
     if self.codec is not None:
       like = jax.ShapeDtypeStruct(x.shape[1:], jnp.promote_types(x.dtype, jnp.float32))
-      own = jnp.where(here, self._decoded(wire, like), x)
-      received = [self._decoded_sum(got, like) if pattern.mean else self._decoded(got, like) for got in received]
+      own = jnp.where(here if ctx.healthy is None else here & _rows(ctx.healthy, x), self._decoded(wire, like), x)
+      if pattern.mean:
+        total, count = self._decoded_sum(received[0], like, alive, ctx)
+        received = [total]
+      else:
+        received = [self._decoded(got, like) for got in received]
     if pattern.mean:
-      count = jnp.maximum(jnp.sum(ctx.alive), 1).astype(received[0].dtype)
-      mean = received[0] / count if not pattern.keep else pattern.keep * own + (1 - pattern.keep) * (received[0] / count)
-      return jnp.where(here, mean.astype(x.dtype), x)
+      count = jnp.sum(alive) if count is None else count
+      mean = received[0] / jnp.maximum(count, 1).astype(received[0].dtype)
+      mean = mean if not pattern.keep else pattern.keep * own + (1 - pattern.keep) * mean
+      return jnp.where(here & (count > 0), mean.astype(x.dtype), x)
     if not pattern.terms:
       return x
     wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
     by_row = lambda weight: exchange.local_rows(np.asarray(weight, np.float64), ctx.ids, x).astype(wide)
     weights = [by_row(weight) if isinstance(weight, tuple) else weight for weight, _ in pattern.terms]
-    x = own
-    mixed = x.astype(wide) * (1 - sum(weights))
+    terms = []
     for weight, (_, source), other in zip(weights, pattern.terms, received):
-      if self.topology.symmetric:
-        active = ctx.alive & ctx.alive[jnp.asarray(source)]
-      else:
-        active = jnp.broadcast_to(jnp.all(ctx.alive), ctx.alive.shape)
-      mixed = mixed + weight * jnp.where(exchange.local_rows(active, ctx.ids, x), other, x).astype(wide)
-    return mixed.astype(leaf.dtype)
+      active = exchange.local_rows(self._active(source, alive, ctx), ctx.ids, x)
+      if ctx.healthy is not None:
+        active = active & jnp.isfinite(other).all(axis=tuple(range(1, x.ndim)), keepdims=True)
+      terms.append((weight, active, other))
+    mixed = own.astype(wide) * (1 - sum(weights))
+    for weight, active, other in terms:
+      mixed = mixed + weight * jnp.where(active, other, own).astype(wide)
+    if ctx.healthy is not None:
+      total = jnp.zeros((), wide) + sum(weight * active.astype(wide) for weight, active, _ in terms)
+      others = sum(weight * jnp.where(active, other, 0).astype(wide) for weight, active, other in terms)
+      restored = jnp.where(total > 0, others / jnp.where(total > 0, total, 1), x.astype(wide))
+      mixed = jnp.where(_rows(ctx.healthy, x), mixed, restored)
+    return mixed.astype(x.dtype)
 
-  def _decoded_sum(self, payload: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The sum over workers, in their order on every worker, of uint8 [M, rows, width]."""
-    add = lambda total, row: (total + self.codec.decode(row, like), None)  # type: ignore[union-attr]
-    return lax.scan(add, jnp.zeros(like.shape, like.dtype), payload)[0]
+  def _active(self, source: Any, alive: jax.Array, ctx: Context) -> jax.Array:
+    """bool [M]: who uses what it receives from source[m]; one-sided it would move the mean, so directed ones drop whole."""
+    links, source = self.links(ctx), jnp.asarray(source)
+    active = alive & alive[source]
+    if links is not None:
+      active = active & links[jnp.arange(ctx.workers), source]
+    return active if self.topology.symmetric else jnp.broadcast_to(jnp.all(active), active.shape)
+
+  def _decoded_sum(self, payload: jax.Array, like: jax.ShapeDtypeStruct, alive: jax.Array, ctx: Context
+                   ) -> tuple[jax.Array, jax.Array]:
+    """The sum over workers, in their order on every worker, of uint8 [M, rows, width], and how many are in it."""
+    def add(carry, row):
+      total, count = carry
+      payload, alive = row
+      value = self.codec.decode(payload, like)  # type: ignore[union-attr]
+      if ctx.healthy is not None:
+        alive = alive & jnp.isfinite(value).all()
+        value = jnp.where(alive, value, 0)
+      return (total + value, count + alive), None
+
+    start = jnp.zeros(like.shape, like.dtype), jnp.int32(0)
+    return lax.scan(add, start, (payload, alive))[0]
 
   def __call__(self, tree: PyTree, ctx: Context) -> PyTree:
     """The blocking exchange of one worker's tree, for use inside a method."""
@@ -274,7 +344,7 @@ class Mixer:
     return self._over_slots(self._mix_stack, lambda x: x, tree, ctx)
 
   def gather(self, tree: PyTree, ctx: Context) -> PyTree:
-    """All workers' trees on every worker, blocking: leaves [M, ...]; zeros for those that are not alive.
+    """All workers' trees on every worker, blocking: leaves [M, ...]; zeros for those that are not alive, NaN for the sick.
 
     Bytes: M - 1 messages, each what the codec makes of the tree.
     """
@@ -295,25 +365,31 @@ class Mixer:
       ctx: the context.
       same: all workers get the same result, and exchange_stack returns it once.
     """
+    own = (tree, ctx.healthy)
     if ctx.placement.slots == 1:
-      out = exchange_stack(jax.tree.map(lambda x: x[None], tree), ctx)
+      stack, healthy = jax.tree.map(lambda x: x[None], own)
+      out = exchange_stack(stack, ctx._replace(healthy=healthy))
       return out if same else jax.tree.map(lambda x: x[0], out)
 
     @custom_vmap
-    def run(tree, shared):
-      return jax.tree.map(like, tree)  # for its shapes: with several workers in a slot, methods always run under vmap
+    def run(own, shared):
+      return jax.tree.map(like, own[0])  # for its shapes: with several workers in a slot, methods always run under vmap
 
     @run.def_vmap
-    def _(slots, batched, tree, shared):
-      stack = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x, (slots, *x.shape)), tree, batched[0])
-      return exchange_stack(stack, ctx._replace(**shared)), jax.tree.map(lambda _: not same, tree)
+    def _(slots, batched, own, shared):
+      stack, healthy = jax.tree.map(lambda x, b: x if b else jnp.broadcast_to(x, (slots, *x.shape)), own, batched[0])
+      out = exchange_stack(stack, ctx._replace(healthy=healthy, **shared))
+      return out, jax.tree.map(lambda _: not same, own[0])
 
     # Traced values are handed in; the rest of the context is the same for all.
-    shared = {"ids": ctx.ids, "alive": ctx.alive, "choices": dict(ctx.choices), "round": ctx.round, "event": ctx.event}
-    return run(tree, shared)
+    shared = {"ids": ctx.ids, "alive": ctx.alive, "choices": dict(ctx.choices), "round": ctx.round, "event": ctx.event,
+              "links": None if ctx.links is None else dict(ctx.links)}
+    return run(own, shared)
 
   def _gather_stack(self, stack: PyTree, ctx: Context) -> PyTree:
     stack = jax.tree.map(lambda x: jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0), stack)
+    if ctx.healthy is not None:
+      stack = jax.tree.map(lambda x: jnp.where(_rows(ctx.healthy, x), x, jnp.nan), stack)
     plain = self.codec is None or self.topology.identity
     wire = stack if plain else self._encoded(stack, ctx)
     with jax.named_scope(self.key):
@@ -329,8 +405,7 @@ class Mixer:
       return self.finish(self.start(stack, ctx), stack, ctx)
     # One branch a pattern, each with a transfer for each buffer and nothing else, so that programs grow little with the
     # bank: leaves share buffers, and the arithmetic stands once, behind the switch.
-    wire, ctx = self._wire(stack, ctx._replace(packing=_packing_here()))
-    leaves = _leaves(wire)
+    leaves, ctx = self._wire(stack, ctx._replace(packing=_packing_here()))
     groups = [[leaves[i] for i in group] for group in self._groups(leaves, ctx)]
     stripes = [self.stripe_of(group[0][0]) for group in groups]
     buffers = [self._buffer(group, ctx) for group in groups]
@@ -343,7 +418,7 @@ class Mixer:
       return [self._assembled(got, pattern, fixed) for got, pattern in zip(raw, patterns)]
 
     received = lax.switch(choice, [lambda i=i: branch(i) for i in range(len(self.topology.bank))])
-    return self._mixed(received, [self._traced(choice + stripe) for stripe in stripes], stack, wire, ctx)
+    return self._mixed(received, [self._traced(choice + stripe) for stripe in stripes], stack, leaves, ctx)
 
   def _pattern(self, stripe: int, ctx: Context) -> Pattern:
     """The pattern of this stripe in this round; on one position its sources may be traced (a gather, not a switch)."""
@@ -370,6 +445,11 @@ def _packing_here() -> Packing | None:
   mesh = jax.sharding.get_abstract_mesh()
   sharded = any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in zip(mesh.axis_names, mesh.axis_types))
   return None if sharded else Packing({}, {})
+
+
+def _rows(values_K: jax.Array, like: jax.Array) -> jax.Array:
+  """[K] -> [K, 1, ...], ready to broadcast against a stack shaped as `like`."""
+  return values_K.reshape((-1,) + (1,) * (like.ndim - 1))
 
 
 def _leaves(stack: PyTree) -> list[tuple[str, jax.Array]]:

@@ -36,18 +36,20 @@ class Pattern(NamedTuple):
   mean: bool = False
   keep: float = 0.0
 
-  def matrix(self, workers: int, alive: np.ndarray | None = None, symmetric: bool = True) -> np.ndarray:
-    """The float64 [M, M] matrix W of y = W x, with dropped workers as `Mixer` treats them."""
+  def matrix(self, workers: int, alive: Any = None, symmetric: bool = True, links: Any = None) -> np.ndarray:
+    """The float64 [M, M] matrix W of y = W x, with dropped workers and links as `Mixer` treats them."""
     alive = np.ones(workers, bool) if alive is None else np.asarray(alive, bool)
+    links = np.ones((workers, workers), bool) if links is None else np.asarray(links, bool)
+    alive = alive & np.diagonal(links)
     if self.mean:
       both = np.outer(alive, alive)
       mean = np.where(both, both / max(alive.sum(), 1), np.eye(workers) * ~alive)
       return (1 - self.keep) * mean + self.keep * np.eye(workers)
     matrix = np.eye(workers)
     for weight, source in self.terms:
-      source = np.asarray(source)
-      active = alive & alive[source] if symmetric else np.full(workers, alive.all())
-      rows = np.arange(workers)
+      source, rows = np.asarray(source), np.arange(workers)
+      active = alive & alive[source] & links[rows, source]
+      active = active if symmetric else np.full(workers, active.all())
       np.add.at(matrix, (rows, rows), -np.asarray(weight) * active)
       np.add.at(matrix, (rows, source), np.asarray(weight) * active)
     return matrix
@@ -114,13 +116,14 @@ class Topology:
     """The stripe to which the leaf with this path (keys joined by "/") belongs; 0 where there are no stripes."""
     return zlib.crc32(path.encode()) % len(self.bank) if self.striped else 0
 
-  def matrix(self, r: int, stripe: int | None = None, alive: Sequence[bool] | None = None) -> np.ndarray:
+  def matrix(self, r: int, stripe: int | None = None, alive: Sequence[bool] | None = None, links: Any = None) -> np.ndarray:
     """The float64 [M, M] mixing matrix of round r.
 
     Args:
       r: round, counted from 0.
       stripe: which stripe, for striped topologies (required there).
       alive: [M] bool; dropped workers keep their own value (default: all alive).
+      links: [M, M] bool, symmetric: which pairs can exchange; the diagonal: who takes part at all (default: all).
 
     Raises:
       ValueError: a striped topology without `stripe`.
@@ -128,7 +131,7 @@ class Topology:
     if self.striped and stripe is None:
       raise ValueError(f"{self.name} has a matrix for each stripe: pass stripe=0..{len(self.bank) - 1}.")
     pattern = self.bank[(self.choice(r) + (stripe or 0)) % len(self.bank)]
-    return pattern.matrix(self.workers, None if alive is None else np.asarray(alive, bool), self.symmetric)
+    return pattern.matrix(self.workers, alive, self.symmetric, links)
 
   def contraction(self, rounds: int = 1) -> float:
     """Expected contraction factor of the squared disagreement, lambda_max(E[(W-J)^T (W-J)]).
