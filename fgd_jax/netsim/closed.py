@@ -39,7 +39,7 @@ def round_seconds(plan: Plan, links: Links, step_seconds: float, drops: Drops | 
       return None
     if links.latency and not e.blocking and len(plan.exchanges) > 1 and alone > step_seconds * (e.due - e.start):
       return None  # what shares a link with a latency is left to the simulation
-    p = drops.of(plan.workers, e.mean)
+    p = drops.of(plan.workers if e.mean else 2)
     if p and drops.at == "uniform" and (not e.mean or not e.blocking and (alone > step_seconds * (e.due - e.start)
                                                                           or drops.late_mix1 == "wait")):
       return None  # how long it takes depends on the draw, and the longest of several counts

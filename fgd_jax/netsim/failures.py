@@ -25,7 +25,7 @@ class Drops:
   Attributes:
     probability: p.
     unit: "message": every attempt of an exchange fails with p, be it a collective or the swap of a pair;
-      "link": every worker's link fails with p, so that a collective of n fails with 1 - (1-p)^n and a swap with p;
+      "link": every worker's link fails with p, so that an exchange of n workers fails with 1 - (1-p)^n, a swap with n = 2;
       "round": with p a round is bad, and in it the first attempt of every exchange fails.
     at: when a failure is noticed: "end", after the whole transfer, or "uniform", at any point of it.
     late_mix1: "skip": an overlapped mean of which an attempt failed is given up if it is not there when it is due;
@@ -45,18 +45,18 @@ class Drops:
       if value not in known:
         raise ValueError(f"{key}={value!r} must be one of {', '.join(known)}.")
 
-  def of(self, members: int, mean: bool) -> float:
+  def of(self, members: int) -> float:
     """Probability that one attempt of an exchange of `members` workers fails (unit "round": that of a first attempt)."""
-    return 1 - (1 - self.probability) ** members if self.unit == "link" and mean else self.probability
+    return 1 - (1 - self.probability) ** members if self.unit == "link" else self.probability
 
-  def attempts(self, seed: int, name: str, r: int, members: tuple[int, ...], mean: bool) -> "Attempts":
-    """The fate of an exchange in round r."""
+  def attempts(self, seed: int, name: str, r: int, members: tuple[int, ...]) -> "Attempts":
+    """The fate of an exchange in round r; it depends on the arguments alone."""
     if not self.probability:
       return Attempts(None, 0.0, "end", False)
     if self.unit == "round":
       bad = bool(stream(seed, 1, r).random() < self.probability)
       return Attempts(stream(seed, 2, name, r, *members), 0.0, self.at, bad)
-    return Attempts(stream(seed, 2, name, r, *members), self.of(len(members), mean), self.at, False)
+    return Attempts(stream(seed, 2, name, r, *members), self.of(len(members)), self.at, False)
 
 
 @dataclasses.dataclass

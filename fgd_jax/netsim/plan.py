@@ -60,12 +60,13 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """A method's round: its exchanges, for M workers that take H inner steps."""
+  """A method's round: its exchanges, for M workers that take H inner steps (worker m `own_steps[m]` of them, where set)."""
 
   method: str
   workers: int
   steps: int
   exchanges: tuple[Exchange, ...]
+  own_steps: tuple[int, ...] | None = None
 
   @property
   def bytes_overlapped(self) -> float:
@@ -117,7 +118,7 @@ def make_plan(name: str, params: float, bits: float, workers: int, steps: int, s
     sizes = [nbytes / method.count] * method.count
   else:
     sizes = [nbytes]
-  return Plan(name, workers, steps, _exchanges(method, sizes, subset_share, steps, kind))
+  return Plan(name, workers, steps, _exchanges(method, sizes, subset_share, steps, kind), _own_steps(method, steps))
 
 
 def _exchanges(method: methods.Method, sizes: list[float], share: float, steps: int, kind: str) -> tuple[Exchange, ...]:
@@ -153,14 +154,53 @@ def load_config(text: str) -> Any:
     raise ValueError(f"config={path}: the file defines no get_config.") from e
 
 
-def plan_of_config(config: Any, kind: str = "ring") -> tuple[Plan, int]:
-  """The plan of a training config and its number of parameters.
-
-  Bytes are those that the round itself counts (`Round.traffic`: dtypes, codecs, subsets and fragments by path); no
-  parameter is allocated. A compressed mean is an all-gather, as it is in training.
+def transfer_kind(kind: str | None, compressed: bool) -> str:
+  """How means travel: as asked for, else as the round's do: in a ring, or compressed as an all-gather of codes.
 
   Raises:
-    ValueError: a config that cannot be trained.
+    ValueError: a kind that cannot carry compressed means.
+  """
+  if compressed and kind not in (None, "allgather"):
+    raise ValueError(f"transfer={kind!r}: a mean with a codec is an all-gather of codes; leave transfer or the codec out.")
+  return kind or ("allgather" if compressed else "ring")
+
+
+def plan_of_method(name: str, method: methods.Method, workers: int, steps: int, traffic: tuple[float, float],
+                   params: Any = None, kind: str | None = None) -> Plan:
+  """The plan of a bound method, with the bytes that its round counts (dtypes, codecs, subsets and fragments by path).
+
+  Args:
+    name: that the plan shows. method: bound (`round_fn.method`). workers: M. steps: H.
+    traffic: (overlapped, blocking) bytes that one worker sends in a round (`round_fn.traffic`).
+    params: shapes of one worker's parameters, which only methods with fragments look at.
+    kind: how means travel (`links.KINDS`); None: as the round counts them.
+
+  Raises:
+    ValueError: a kind that cannot carry compressed means.
+  """
+  sizes = [1.0]  # relative to each other: traffic knows the bytes
+  if isinstance(method, methods.Fragmented):
+    method.check_steps(steps)
+    parts = method.partition(params)
+    sizes = [float(sum(x.size for x in parts.shape(p).values())) for p in range(parts.count)]
+  compressed = any(mixer.codec is not None for mixer in method.bound_mixers())
+  counted = _exchanges(method, sizes, 1.0, steps, transfer_kind(None, compressed))
+  nominal = {blocking: sum(e.sent for e in counted if e.blocking == blocking) for blocking in (False, True)}
+  known = {False: traffic[0], True: traffic[1]}
+  return Plan(name, workers, steps, tuple(
+      dataclasses.replace(e, nbytes=e.nbytes * known[e.blocking] / nominal[e.blocking], kind=transfer_kind(kind, compressed))
+      for e in counted), _own_steps(method, steps))
+
+
+def _own_steps(method: methods.Method, steps: int) -> tuple[int, ...] | None:
+  return None if method.inner_steps is None else tuple(min(n, steps) for n in method.inner_steps)
+
+
+def plan_of_config(config: Any, kind: str | None = None) -> tuple[Plan, int]:
+  """The plan of a training config and its number of parameters; no parameter is allocated.
+
+  Raises:
+    ValueError: a config that cannot be trained, or a kind that cannot carry compressed means.
   """
   import jax
   import jax.numpy as jnp
@@ -176,25 +216,6 @@ def plan_of_config(config: Any, kind: str = "ring") -> tuple[Plan, int]:
                                 workers=fgd.Workers(config.workers), seed=config.seed)
   params = jax.eval_shape(model.init, jax.random.key(config.seed))
   tokens = jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1), jnp.int32)
-  overlapped, blocking = round_fn.traffic(round_fn.abstract_state(params).params, {"tokens": tokens})
-  bound, count = round_fn.method, models.count_params(params)
-  sizes = [4.0 * count]
-  if isinstance(bound, methods.Fragmented):
-    bound.check_steps(config.inner_steps)
-    parts = bound.partition(params)
-    sizes = [4.0 * sum(x.size for x in parts.shape(p).values()) for p in range(parts.count)]
-  if any(getattr(bound, field).codec is not None for field in bound.mixers):
-    kind = "allgather"
-  plan = Plan(config.method.name, config.workers, config.inner_steps,
-              _exchanges(bound, sizes, SUBSET_SHARE, config.inner_steps, kind))
-  if kind == "ring":
-    known = {False: overlapped, True: blocking}
-  else:  # the round counts a ring: other ways of the same payload send other numbers of bytes
-    as_counted = dataclasses.replace(plan, exchanges=tuple(
-        dataclasses.replace(e, kind="ring" if kind != "allgather" else kind) for e in plan.exchanges))
-    ratio = lambda mine, theirs: mine / theirs if theirs else 0.0
-    known = {False: overlapped * ratio(plan.bytes_overlapped, as_counted.bytes_overlapped),
-             True: blocking * ratio(plan.bytes_blocking, as_counted.bytes_blocking)}
-  nominal = {False: plan.bytes_overlapped, True: plan.bytes_blocking}
-  return dataclasses.replace(plan, exchanges=tuple(
-      dataclasses.replace(e, nbytes=e.nbytes * known[e.blocking] / nominal[e.blocking]) for e in plan.exchanges)), count
+  traffic = round_fn.traffic(round_fn.abstract_state(params).params, {"tokens": tokens})
+  plan = plan_of_method(config.method.name, round_fn.method, config.workers, config.inner_steps, traffic, params, kind)
+  return plan, models.count_params(params)

@@ -30,6 +30,17 @@ class Span(NamedTuple):
   end: float
 
 
+class Failure(NamedTuple):
+  """An exchange that did not happen: a swap that failed, or an overlapped mean that was given up.
+
+  `exchange` is the plan's name of it, such as "mix2"; `members` are the workers concerned, who keep their own values.
+  """
+
+  round: int
+  exchange: str
+  members: tuple[int, ...]
+
+
 @dataclasses.dataclass
 class Result:
   """What a simulation shows; seconds, bytes that one worker sends, averages over workers and rounds.
@@ -38,9 +49,12 @@ class Result:
     compute_utilization: share of the elapsed time in which workers did inner steps that count.
     round_seconds, compute_seconds, down_seconds, stall_seconds: of a round; the first is the sum of the others.
     worker_utilization: of each worker, while it ran.
+    round_ends: [rounds], when the last worker finished each round (NaN: nobody did, all were down).
+    round_utilization: [rounds], share of the time since a worker's last round that it computed, over those that finished.
     retries: attempts that failed and were repeated, a round. skipped: overlapped means that were given up, a round.
     lost_pairs: swaps that failed, a round.
     events: that were simulated.
+    failures: what did not happen, by round.
   """
 
   compute_utilization: float
@@ -51,11 +65,14 @@ class Result:
   bytes_overlapped: float
   bytes_blocking: float
   worker_utilization: list[float]
+  round_ends: list[float]
+  round_utilization: list[float]
   rounds: int
   retries: float
   skipped: float
   lost_pairs: float
   events: int
+  failures: list[Failure]
   timeline: list[Span]
 
 
@@ -83,8 +100,8 @@ class _Fleet:
     self.sim = Simulator()
     self.net = Network(self.sim, links.capacity())
     m = plan.workers
-    self.useful, self.down, self.ended = np.zeros(m), np.zeros(m), np.zeros(m)
-    self.finished_rounds = np.zeros(m, int)
+    self.down, self.ended = np.zeros(m), np.zeros(m)
+    self.useful, self.ends = np.zeros((rounds, m)), np.full((rounds, m), np.nan)  # of the rounds that a worker finished
     self.current = [0] * m
     self.active = [True] * m
     self.absent_until = [0.0] * m  # rounds below it go without the worker
@@ -92,6 +109,7 @@ class _Fleet:
     self.begun: dict[int, Event] = {}
     self.pairs: dict[tuple[str, int], list[list[tuple]]] = {}
     self.retries = self.skipped = self.lost = 0
+    self.failures: list[Failure] = []
     self.traced, self.timeline = traced, []  # type: ignore[var-annotated]
     self.fault_rng = [stream(seed, 4, worker) for worker in range(m)]
     self.until_crash = [crashes.gap(rng) for rng in self.fault_rng]
@@ -117,6 +135,8 @@ class _Fleet:
       done, crashed = 0, False
       flying: dict[str, Event] = {}
       steps = self.times.draw(self.seed, m, r, self.plan.steps)
+      if self.plan.own_steps is not None:
+        steps[self.plan.own_steps[m]:] = 0
       for point, (blocking, due, departing) in self.points:
         if point > done:
           crashed = yield from self._compute(m, r, float(steps[done:point].sum()))
@@ -134,9 +154,8 @@ class _Fleet:
         self.down[m] += float(steps[:done].sum())  # what it had done of this round is lost
         r = yield from self._rejoin(m)
         continue
-      self.useful[m] += steps.sum()
-      self.finished_rounds[m] += 1
-      self.ended[m] = self.sim.now
+      self.useful[r, m] = steps.sum()
+      self.ends[r, m] = self.ended[m] = self.sim.now
       r += 1
     self.active[m], self.absent_until[m] = False, math.inf
     self._recheck()
@@ -237,15 +256,16 @@ class _Fleet:
     if meeting.started or len(meeting.there) + len(absent) < len(meeting.members):
       return
     meeting.started, meeting.began = True, self.sim.now
-    meeting.attempts = self.drops.attempts(self.seed, meeting.exchange.name, meeting.round, tuple(sorted(meeting.there)),
-                                           meeting.exchange.mean)
+    meeting.attempts = self.drops.attempts(self.seed, meeting.exchange.name, meeting.round, tuple(sorted(meeting.there)))
     if len(meeting.there) == 1:  # all others are away: nothing to exchange
       self._over(meeting)
     elif meeting.exchange.mean:
       self._attempt(meeting)
     else:
       failed = meeting.attempts.next()
-      self.lost += failed is not None
+      if failed is not None:
+        self.lost += 1
+        self._failed(meeting)
       nbytes = meeting.exchange.nbytes * (1.0 if failed is None else failed)
       sends = [self.net.send(self.links.message(j, i), nbytes, self.links.latency) for j, i in meeting.directions]
       _all(sends).then(lambda _: self._over(meeting))
@@ -284,6 +304,7 @@ class _Fleet:
         or len(meeting.wanted) < len(meeting.there)):
       return False
     self.skipped += 1
+    self._failed(meeting)
     self.net.cancel(meeting.flight)
     self._over(meeting)
     return True
@@ -294,6 +315,9 @@ class _Fleet:
     meeting.end.fire()
 
   # --- records -------------------------------------------------------------------------------------------------------
+
+  def _failed(self, meeting: _Meeting) -> None:
+    self.failures.append(Failure(meeting.round, meeting.exchange.name, tuple(sorted(meeting.there))))
 
   def _trace(self, m: int, r: int, what: str, began: float) -> None:
     if self.sim.now > began:
@@ -319,6 +343,14 @@ def _all(events: list[Event]) -> Event:
   for event in events:
     event.then(one)
   return both
+
+
+def _shares(useful: np.ndarray, ends: np.ndarray) -> list[float]:
+  """Of each round [R], computing over elapsed seconds of the workers that finished it; useful, ends: [R, M]."""
+  finished = np.isfinite(ends)
+  latest = np.maximum.accumulate(np.where(finished, ends, 0), axis=0)  # end of a worker's last round so far
+  took = np.where(finished, np.diff(latest, axis=0, prepend=0), 0).sum(axis=1)
+  return np.where(took > 0, useful.sum(axis=1) / np.where(took > 0, took, 1), np.nan).tolist()
 
 
 def simulate(plan: Plan, links: Links, times: StepTimes, drops: Drops | None = None, crashes: Interruptions | None = None,
@@ -356,14 +388,17 @@ def simulate(plan: Plan, links: Links, times: StepTimes, drops: Drops | None = N
     stuck = [m for m, on in enumerate(fleet.active) if on]
     raise RuntimeError(f"Workers {stuck} still wait for something after all events.")
   elapsed = np.maximum(fleet.ended, 1e-300)
-  total, done = float(elapsed.sum()), max(int(fleet.finished_rounds.sum()), 1)
+  finished = np.isfinite(fleet.ends)
+  total, done = float(elapsed.sum()), max(int(finished.sum()), 1)
   useful, down = float(fleet.useful.sum()), float(fleet.down.sum())
   stall = total - useful - down
+  round_ends = np.where(finished.any(axis=1), np.where(finished, fleet.ends, 0).max(axis=1), np.nan)
   return Result(
       compute_utilization=useful / total, round_seconds=total / done, compute_seconds=useful / done,
       stall_seconds=stall / done if stall > 1e-12 * total else 0.0, down_seconds=down / done,
       bytes_overlapped=plan.bytes_overlapped, bytes_blocking=plan.bytes_blocking,
-      worker_utilization=[float(u) for u in fleet.useful / elapsed], rounds=rounds, retries=fleet.retries / rounds,
+      worker_utilization=(fleet.useful.sum(axis=0) / elapsed).tolist(), round_ends=round_ends.tolist(),
+      round_utilization=_shares(fleet.useful, fleet.ends), rounds=rounds, retries=fleet.retries / rounds,
       skipped=fleet.skipped / rounds, lost_pairs=fleet.lost / rounds, events=fleet.sim.count,
-      timeline=sorted(fleet.timeline, key=lambda s: (s.start, s.lane)))
+      failures=sorted(fleet.failures), timeline=sorted(fleet.timeline, key=lambda s: (s.start, s.lane)))
 
