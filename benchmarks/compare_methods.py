@@ -99,14 +99,14 @@ def train_all(name: str, out: str, settings: str, tune: list[int], final: list[i
 def trained(words: str, seeds: list[int], measured: bool):
   """Trains one setting on several seeds with one executable; yields a row for each; `measured`: with consensus and JS.
 
-  A seed is that of the initial parameters and of the order of the data; mixing matrices are the same for all seeds.
+  A seed is that of the initial parameters, of the order of the data and of faults; mixing matrices are the same for all.
   """
   import jax
   import numpy as np
 
   import fgd_jax as fgd
   from fgd_jax import config as configs
-  from fgd_jax import data, models
+  from fgd_jax import data, faults, models
   from fgd_jax import train as trainer
 
   config = runpy.run_path(os.path.join(ROOT, "configs/quickstart.py"))["get_config"](words)
@@ -118,21 +118,26 @@ def trained(words: str, seeds: list[int], measured: bool):
   workers = fgd.Workers(config.workers)
   init, round_fn = fgd.build_round(
       configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      measure=("consensus", trainer.js_of(model.apply, probe)))
+      measure=("consensus", trainer.js_of(model.apply, probe)), drops=bool(config.faults.drop))
   evaluate = trainer.make_evaluation(model.loss, heldout, workers)
   for seed in seeds:
     began = time.time()
     state = init(jax.jit(model.init)(jax.random.key(seed)))
     batches = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, seed)
+    config.faults.seed = seed
+    played = faults.simulate(config, round_fn, state.params, batches[0]) if faults.wanted(config) else None
     for r in range(config.rounds):
-      state, metrics = round_fn(state, batches[r], measured=measured and r == config.rounds - 1)
+      links = played.links(r) if config.faults.drop else None
+      state, metrics = round_fn(state, batches[r], measured=measured and r == config.rounds - 1, links=links)
     metrics |= evaluate(round_fn.eval_params(state), state.params)
     yield {"seed": seed, "eval_loss": float(metrics["eval_loss"]), "eval_loss_workers": float(metrics["eval_loss_workers"]),
            "consensus_l2": float(np.sqrt(metrics["consensus_inner"])) if measured else "",
            "js_distance": float(metrics["js_distance"]) if measured else "",
            "bytes_overlapped": metrics["bytes_overlapped"], "bytes_blocking": metrics["bytes_blocking"],
            "tokens": config.rounds * config.workers * config.inner_steps * config.batch_size * config.seq_len,
-           "parameters": sum(x[0].size for x in jax.tree.leaves(state.params)), "seconds": time.time() - began}
+           "parameters": sum(x[0].size for x in jax.tree.leaves(state.params)), "seconds": time.time() - began,
+           **({} if played is None else {"utilization": played.utilization[-1], "simulated_seconds": played.seconds[-1],
+                                         "failed": sum(map(len, played.failures.values()))})}
 
 
 # --- table and plot -------------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ class Cycle:
     first = slot * self.length
 
     if self.delay == 0:
-      z, opt, ms, metrics, _ = self._steps(z, opt, ms, batches, None, first)
+      after, opt, metrics, _ = self._steps(z, opt, batches, None, first)
+      z, opt, ms, metrics = self._examined(z, after, opt, ms, metrics)
       before, fs = z, pick(ms)
       ctx = ctx._replace(healthy=_healthy(fs))
       part = self._part(parts, z, fs, p, group)
@@ -115,8 +116,13 @@ class Cycle:
       raw = mix1.start(sent, carried)
       early, late = (jax.tree.map(lambda x: x[:, a:b], batches) for a, b in ((0, self.delay), (self.delay, self.length)))
       riding = jax.tree.map(lambda x: x[None], raw) if self.ring else None
-      z, opt, ms, metrics, riding = self._steps(z, opt, ms, early, riding, first, loop=True)
-      z, raw = lax.optimization_barrier((z, raw if riding is None else jax.tree.map(lambda x: x[0], riding)))
+      after, opt, metrics, riding = self._steps(z, opt, early, riding, first, loop=True)
+      raw = raw if riding is None else jax.tree.map(lambda x: x[0], riding)
+      if self.fresh is None:
+        after, raw = lax.optimization_barrier((after, raw))
+      else:  # looking at what is not behind the barrier would draw the transfer behind the loop
+        (after, opt, metrics), raw = lax.optimization_barrier(((after, opt, metrics), raw))
+      z, opt, ms, metrics = self._examined(z, after, opt, ms, metrics)
       x = mix1.finish(raw, sent, carried)
       part, before = self._part(parts, z, fs, p, group), z
     z, fs = self._landed(parts, z, part, x, fs, memo, sent, due, ctx, p, group)
@@ -126,7 +132,8 @@ class Cycle:
     write = lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), position, axis=1)
     ms = (*ms[:g], jax.tree.map(write, ms[g], fs), *ms[g + 1:])
     if 0 < self.delay < self.length:
-      z, opt, ms, rest, _ = self._steps(z, opt, ms, late, None, first + self.delay)
+      after, opt, rest, _ = self._steps(z, opt, late, None, first + self.delay)
+      z, opt, ms, rest = self._examined(z, after, opt, ms, rest)
       metrics = _joined(metrics, rest)
     return (z, opt, ms), before, metrics
 
@@ -160,16 +167,19 @@ class Cycle:
     one = lambda worker, healthy, *one: f(*one, ctx._replace(worker=worker, healthy=healthy))
     return self.workers.each(one, self.context.ids, ctx.healthy, *stacks)
 
-  def _steps(self, z, opt, ms, batches, riding, first, loop=False):
-    """Inner steps; returns z, opt, ms, metrics [K, ...] and what rode in them."""
+  def _steps(self, z, opt, batches, riding, first, loop=False):
+    """Inner steps; returns w, opt, metrics [K, ...] and what rode in them."""
     step = lambda *one: self.inner.phase(*one, self.context, first, self.steps, loop)
     w, opt, loss, aux, riding = self.workers.each(step, z, opt, batches, self.context.ids, riding, how=self.loop)
-    metrics = {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
+    return w, opt, {"loss": loss} if aux is None else {"loss": loss, "aux": aux}, riding
+
+  def _examined(self, z, w, opt, ms, metrics):
+    """w, opt, ms and metrics after steps from z, without those of sick workers, whose fragments are marked."""
     if self.fresh is None:
-      return w, opt, ms, metrics, riding
-    w, opt, cause = quarantine.examine(z, w, opt, loss, self.fresh)
+      return w, opt, ms, metrics
+    w, opt, cause = quarantine.examine(z, w, opt, metrics["loss"], self.fresh)
     ms = tuple({**fs, "sick": fs["sick"] | (cause > 0)[:, None]} for fs in ms)
-    return w, opt, ms, {**metrics, "quarantine": cause[:, None]}, riding
+    return w, opt, ms, {**metrics, "quarantine": cause[:, None]}
 
 
 def _healthy(fs: dict[str, Any]) -> jax.Array | None:

@@ -356,7 +356,10 @@ class Round:
       return spmd(body, stacks=3)(z, ms, ids(), scalars)
 
     def inner(z, opt, batches, scalars):
-      body = lambda *local: self._inner_phases(*local, None, self._context(local[-1], local[-2], permutation))[:3]
+      def body(z, opt, batches, ids, scalars):
+        ctx = self._context(scalars, ids, permutation)
+        return self._examined(z, *self._inner_phases(z, opt, batches, ids, scalars, None, ctx)[:3])
+
       return spmd(body, stacks=4)(z, opt, batches, ids(), scalars)
 
     def land(z, w, ms, raw, metrics, scalars):
@@ -391,7 +394,12 @@ class Round:
       riding = _stacked(raw) if plan.form == "ring" else None
     w, inner_opt_state, metrics, riding = self._inner_phases(z, inner_opt_state, batches, ids, scalars, riding, ctx)
     if raw is not None:
-      w, raw = lax.optimization_barrier((w, raw if riding is None else _unstacked(riding)))
+      raw = raw if riding is None else _unstacked(riding)
+      if self._quarantine:  # looking at what is not behind the barrier would draw the transfer behind the loop
+        (w, inner_opt_state, metrics), raw = lax.optimization_barrier(((w, inner_opt_state, metrics), raw))
+      else:
+        w, raw = lax.optimization_barrier((w, raw))
+    w, inner_opt_state, metrics = self._examined(z, w, inner_opt_state, metrics)
     z, ms, metrics = self._land(z, w, ms, raw, metrics, ids, scalars, plan, permutation)
     return z, inner_opt_state, ms, w, metrics
 
@@ -405,10 +413,14 @@ class Round:
     steps = jax.tree.leaves(batches)[0].shape[1]
     w, opt, loss, aux, riding = self._workers.each(lambda *one: self._inner.phase(*one, ctx, 0, steps), z, inner_opt_state,
                                                    batches, ids, riding, how=self._inner_loop)
-    metrics = {"loss": loss} if aux is None else {"loss": loss, "aux": aux}
-    if self._quarantine:
-      w, opt, metrics["quarantine"] = sick_bay.examine(z, w, opt, loss, self._fresh, self.method.inner_grad is not None)
-    return w, opt, metrics, riding
+    return w, opt, {"loss": loss} if aux is None else {"loss": loss, "aux": aux}, riding
+
+  def _examined(self, z, w, opt, metrics):
+    """w, inner_opt_state and metrics, without the steps of sick workers."""
+    if not self._quarantine:
+      return w, opt, metrics
+    w, opt, cause = sick_bay.examine(z, w, opt, metrics["loss"], self._fresh, self.method.inner_grad is not None)
+    return w, opt, {**metrics, "quarantine": cause}
 
   def _land(self, z, w, ms, raw, metrics, ids, scalars, plan, permutation):
     """What follows the inner steps: Mix1's arithmetic, blocking exchanges, the outer step."""

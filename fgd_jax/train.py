@@ -303,11 +303,11 @@ def summarise(config: ConfigDict, workdir: str, facts: dict[str, Any]) -> dict[s
   speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
   keys = ("eval_loss", "eval_perplexity", "eval_loss_workers", "train_loss", "tokens", "step", "bytes_overlapped",
           "bytes_blocking")
+  simulated = [key for key in ("simulated_seconds", "compute_utilization") if key in last]
   summary = {"rounds": config.rounds, "method": config.method.name, "workers": config.workers,
-             **{key: last[key] for key in keys}, **facts,
+             **{key: last[key] for key in [*keys, *simulated]}, **facts,
              "consensus_l2": last_value(records, "consensus_l2"), "js_distance": last_value(records, "js_distance"),
              "tokens_per_second": float(np.median(speeds)) if speeds else None,
-             **{key: last[key] for key in ("simulated_seconds", "compute_utilization") if key in last},
              "jax": jax.__version__, "python": platform.python_version(), "platform": jax.devices()[0].platform}
   curves.plot_run(workdir, summary)
   write_json(os.path.join(workdir, "summary.json"), summary)

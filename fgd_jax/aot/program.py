@@ -74,7 +74,8 @@ def _compile(request: dict[str, Any], folder: str) -> dict[str, Any]:
   model = models.make(configs.make_model_config(config, config.model.vocab_size or BYTE_VOCABULARY))
   _, round_fn = fgd.build_round(
       configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      accumulate=config.accumulate, overlap=config.overlap.form, worker_weights=configs.worker_weights(config), **inside)
+      accumulate=config.accumulate, overlap=config.overlap.form, worker_weights=configs.worker_weights(config),
+      quarantine=config.faults.quarantine, drops=bool(config.faults.drop), **inside)
 
   params = jax.eval_shape(model.init, jax.random.key(config.seed))
   tokens = jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1), jnp.int32)

@@ -110,9 +110,9 @@ class Mixer:
   key: str = "mix"
   codec: Codec | None = None
 
-  def matrix(self, r: int, stripe: int | None = None, alive: Any = None) -> np.ndarray:
+  def matrix(self, r: int, stripe: int | None = None, alive: Any = None, links: Any = None) -> np.ndarray:
     """See `Topology.matrix`."""
-    return self.topology.matrix(r, stripe=stripe, alive=alive)
+    return self.topology.matrix(r, stripe=stripe, alive=alive, links=links)
 
   def contraction(self, rounds: int = 1) -> float:
     """See `Topology.contraction`."""

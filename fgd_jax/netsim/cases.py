@@ -115,7 +115,8 @@ def run(plan: Plan, links: Links, times: StepTimes, chaos: Chaos, rounds: int | 
   if not (chaos.crashes.every or chaos.pauses.every or times.jitter) and len(set(times.seconds)) == 1:
     expected = closed.utilization(plan, links, times.seconds[0], chaos.drops)
   spans = result.pop("timeline")
-  result.pop("failures")
+  for key in ("failures", "finished"):
+    result.pop(key)
   return {**result, "closed_form_utilization": expected,
           "timeline": [dict(zip(("lane", "what", "start", "end"), span)) for span in spans[:TIMELINE]]}
 

@@ -55,6 +55,7 @@ class Result:
     lost_pairs: swaps that failed, a round.
     events: that were simulated.
     failures: what did not happen, by round.
+    finished: [rounds][M], whether a worker finished the round (it was not down).
   """
 
   compute_utilization: float
@@ -73,6 +74,7 @@ class Result:
   lost_pairs: float
   events: int
   failures: list[Failure]
+  finished: list[list[bool]]
   timeline: list[Span]
 
 
@@ -400,5 +402,6 @@ def simulate(plan: Plan, links: Links, times: StepTimes, drops: Drops | None = N
       worker_utilization=(fleet.useful.sum(axis=0) / elapsed).tolist(), round_ends=round_ends.tolist(),
       round_utilization=_shares(fleet.useful, fleet.ends), rounds=rounds, retries=fleet.retries / rounds,
       skipped=fleet.skipped / rounds, lost_pairs=fleet.lost / rounds, events=fleet.sim.count,
-      failures=sorted(fleet.failures), timeline=sorted(fleet.timeline, key=lambda s: (s.start, s.lane)))
+      failures=sorted(fleet.failures), finished=finished.tolist(),
+      timeline=sorted(fleet.timeline, key=lambda s: (s.start, s.lane)))
 
