@@ -64,9 +64,10 @@ def test_without_failures_nothing_is_random(name, workers, rate, seed):
 @quick
 @given(name=names, seed=seeds, p=st.floats(0.01, 0.7), cv=st.floats(0.01, 0.5))
 def test_the_seed_decides(name, seed, p, cv):
-  run = lambda: netsim.simulate(plan_of(name, 4), Links(np.full(4, 1e9)), StepTimes((1.0,), cv), Drops(p),
-                                Interruptions(50.0, 5.0), rounds=4, seed=seed)
-  assert run() == run()
+  run = lambda seed: netsim.simulate(plan_of(name, 4), Links(np.full(4, 1e9)), StepTimes((1.0,), cv), Drops(p),
+                                     Interruptions(50.0, 5.0), rounds=4, seed=seed)
+  assert run(seed) == run(seed)
+  assert run(seed).round_ends != run(seed + 1).round_ends  # step times vary continuously
 
 
 @quick
@@ -77,7 +78,7 @@ def test_layers_properties(layers, rate, factor, fragments, delay):
   model = Layered(layers, 0.1, 1e9, 20, min(fragments, layers), delay if fragments else 0)
   slow, fast = model.utilization(rate), model.utilization(rate * factor)
   assert 0 < slow <= fast * (1 + 1e-9) and fast <= 1 + 1e-9
-  alone = 20 * 0.1 / (20 * 0.1 + model.bits_per_round / rate)
+  alone = 20 * 0.1 / (20 * 0.1 + 1e9 * (1 if fragments else 20) / rate)
   assert slow >= alone * (1 - 1e-9)
 
 

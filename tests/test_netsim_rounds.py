@@ -93,6 +93,17 @@ def test_plan_of_a_bound_method(method, options, overlapped, blocking):
     assert sorted(e.nbytes for e in made.exchanges) == pytest.approx([128, 256, 256])
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize("method", ["data_parallel", "diloco", "eager_diloco", "GlobalM1", "GlobalM1LocalM2", "LocalM1M2",
+                                    "noloco", "gasloc"])
+def test_plans_by_name_are_those_of_bound_methods(method, codec):
+  """Bytes, kinds and times of every exchange, of 160 parameters; noloco compresses one of its two swaps."""
+  made, _ = bound(method, codec=codec)
+  named = netsim.make_plan(method, 160, 32, 4, 6, options={"codec": codec})
+  facts = lambda plan: [(e.name, pytest.approx(e.nbytes), e.start, e.due, e.kind, e.topology.name) for e in plan.exchanges]
+  assert facts(named) == facts(made) and named.bytes_blocking == pytest.approx(made.bytes_blocking)
+
+
 def test_a_compressed_mean_takes_the_time_of_an_all_gather():
   """DiLoCo in bf16: 3 x 320 bytes through every link of 8 x 320 bits a second."""
   made, _ = bound("diloco", codec="bf16")
