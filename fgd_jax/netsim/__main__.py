@@ -26,7 +26,7 @@ from fgd_jax.netsim.failures import MOST_SECONDS, UNITS, parse_step_times
 from fgd_jax.netsim.goodput import DAY, YEAR, ChipFailures, simulate_goodput
 from fgd_jax.netsim.links import KINDS, read_links
 from fgd_jax.netsim.plan import MOST_WORKERS
-from fgd_jax.netsim.recommend import recommend
+from fgd_jax.netsim.recommend import NO_ROUNDS, recommend
 
 
 class _Parser(argparse.ArgumentParser):
@@ -251,7 +251,7 @@ def _recommend(args: argparse.Namespace) -> tuple[Any, str]:
     raise ValueError(f"inner_steps: {e}.") from e
   answer = recommend(args.params, 8 * args.bytes_per_param, read_links(args.bandwidth, args.workers, args.latency),
                      parse_step_times(args.step_seconds), args.steps, further)
-  rows = [["-" if r["rank"] is None else str(r["rank"]), r["name"], r["inner_steps"],
+  rows = [["-" if r["rank"] is None else str(r["rank"]), r["name"], "any" if r["name"] in NO_ROUNDS else r["inner_steps"],
            f"{100 * r['compute_utilization']:.1f} %", f"{r['relative_steps']:.2f}" + ("" if r["trained"] else " ?"),
            f"{r['hours']:.4g}"] for r in answer["methods"]]
   best = answer["recommended"]

@@ -17,9 +17,9 @@ that are away,
   elastic   goodput ~ (1 - scale_up / (1/F + gather + scale_up)) / (1 + F scale_down)
 
 Published: one failure per chip and year, recovery delays that are exponentiated-Weibull, and a table (methods-core.md, 8.6).
-Not published, so fitted to all 18 cells of that table (least largest error of the formulas, benchmarks/netsim_fit.py):
-restart 76 s, scale_down 13 s, scale_up 20 s, gather 100 s. Ours without a fit: slices of 64 chips, away for 600 s on
-average; with them 0.1 % of the chips are missing.
+Not published, so fitted to all 18 cells of that table (least largest error of the formulas, benchmarks/netsim_fit.py; other
+values of the last three do as well): restart 76 s, scale_down 13 s, scale_up 20 s, gather 100 s. Ours without a fit: slices
+of 64 chips, away for 600 s on average; with them 0.1 % of the chips are missing.
 
 Events are merged: the failures of N chips that each fail at a constant rate are one Poisson process of N times the rate, so
 the cost grows with the number of failures, not of chips. Other lifetimes (Weibull) are drawn chip by chip in one array.
