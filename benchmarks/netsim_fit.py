@@ -2,8 +2,8 @@
 
     python benchmarks/netsim_fit.py
 
-The 18 cells of arXiv 2604.21428 (fgd_jax/netsim/published.py) against the formulas of fgd_jax/netsim/goodput.py: restart from
-the three rigid cells, scale_down, scale_up and gather from the fifteen elastic ones, each with the least largest error.
+The 18 cells of arXiv 2604.21428 (fgd_jax/netsim/published.py) against the formulas of fgd_jax/netsim/goodput.py: restart
+from the three rigid cells, scale_down, scale_up and gather from the fifteen elastic ones, with the least largest error.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ FOLDER = os.path.join(compare_methods.ROOT, "docs/compare")
 RUNS, BUDGETS = os.path.join(FOLDER, "results.csv"), os.path.join(FOLDER, "budgets.csv")
 TABLE = os.path.join(compare_methods.ROOT, "fgd_jax/netsim/losses.csv")
 STEPS, INNER_STEPS = 240, 10  # of results.csv
-SEEDS = {"steps": (1, 2), "inner_steps": (1,)}
+SEEDS = (1, 2)
 FIELDS = ("method", "inner_steps", "rounds", "seed", "eval_loss", "tokens", "seconds")
 TABLE_FIELDS = ("name", "method", "options", "inner_steps", "steps", "loss", "seeds")
 
@@ -49,9 +49,9 @@ def options(name: str) -> dict[str, Any]:
 
 def wanted() -> list[tuple[str, int, int, tuple[int, ...]]]:
   """(entry, H, rounds, seeds) of all trainings."""
-  out = [("diloco", INNER_STEPS, rounds, SEEDS["steps"]) for rounds in (6, 12, 24, 48, 96)]
+  out = [("diloco", INNER_STEPS, rounds, SEEDS) for rounds in (6, 12, 24, 48, 96)]
   names = [name for name in finals() if name not in ("data_parallel", "local")]  # for them H means nothing
-  return out + [(name, steps, STEPS // steps, SEEDS["inner_steps"]) for steps in (40,) for name in names]
+  return out + [(name, steps, STEPS // steps, SEEDS) for steps in (40,) for name in names]
 
 
 def train() -> None:

@@ -64,6 +64,12 @@ def test_streaming_table(printed):
   assert len(near) == 25 and sum(near) >= 20
 
 
+def test_streaming_table_with_16_bits():
+  """No fitted number: every cell within one step of the grid, none below."""
+  steps = [published.grid_steps(c.published, c.simulated) for c in published.streaming_cells("1B", bits=16)]
+  assert len(steps) == 25 and set(steps) == {0, 1} and steps.count(1) == 22
+
+
 def test_published_cells_are_values_of_the_grid():
   """All cells of at least 10 Gbit/s are, to the printed decimal or one unit of it, 10^(-1 + 4 k / 49)."""
   large = [c for row in published.STREAMING_1B.values() for c in row if c >= 10]

@@ -24,7 +24,8 @@ def test_formulas_and_published_table():
   """With the fitted times: within 1.5 points in rigid cells and 1.0 in elastic ones, as docs/netsim.md says."""
   for learners, elastic, row in published.GOODPUT.values():
     for chips, cell in zip(published.CHIPS, row):
-      assert 100 * closed_form(chips // learners, ChipFailures(), elastic) == pytest.approx(cell, abs=1.01 if elastic else 1.5)
+      goodput = 100 * closed_form(chips // learners, ChipFailures(), elastic)
+      assert goodput == pytest.approx(cell, abs=1.01 if elastic else 1.5)
 
 
 def test_goodput_closed_forms():

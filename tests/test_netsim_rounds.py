@@ -82,14 +82,15 @@ def bound(method, **options):
 @pytest.mark.parametrize("method, options, overlapped, blocking", [
     ("diloco", {}, 0, 1.5 * 640), ("GlobalM1LocalM2", {}, 1.5 * 640, 640), ("local", {}, 0, 0),
     ("diloco", {"codec": "bf16"}, 0, 3 * 320), ("fgd", {"mix1": "identity", "mix2": "ring"}, 0, 2 * 640),
-    ("data_parallel", {}, 0, 6 * 1.5 * 640), ("streaming_diloco", {"fragments": 3, "delay": 1}, 1.5 * 640, 0)])
+    ("data_parallel", {}, 0, 6 * 1.5 * 640), ("streaming_diloco", {"fragments": 3, "delay": 1}, 1.5 * 640, 0),
+    ("streaming_diloco", {"fragments": 3, "delay": 0}, 0, 1.5 * 640), ("pipelined_diloco", {"fragments": 2}, 1.5 * 640, 0)])
 def test_plan_of_a_bound_method(method, options, overlapped, blocking):
   """Bytes as the round counts them (640 bytes of float32); the exchanges' topologies are the bound method's own."""
   made, round_fn = bound(method, **options)
   assert (made.bytes_overlapped, made.bytes_blocking) == pytest.approx((overlapped, blocking))
   topologies = [mixer.topology for mixer in round_fn.method.bound_mixers()]
   assert all(e.topology in topologies for e in made.exchanges)
-  if method == "streaming_diloco":  # layers of 256 bytes each, the head of 128
+  if options.get("fragments") == 3:  # layers of 256 bytes each, the head of 128
     assert sorted(e.nbytes for e in made.exchanges) == pytest.approx([128, 256, 256])
 
 

@@ -51,7 +51,7 @@ def _number(kind: Callable[[str], Any], words: str, least: float, most: float) -
 
 
 COUNT = _number(int, "a whole number, at least 1", 1, 1e12)
-M = _number(int, f"a whole number from 1 to {MOST_WORKERS}", 1, MOST_WORKERS)
+WORKERS = _number(int, f"a whole number from 1 to {MOST_WORKERS}", 1, MOST_WORKERS)
 NATURAL = _number(int, "a whole number, at least 0", 0, 1e12)
 POSITIVE = _number(float, "a number above 0, at most 1e18", 1e-18, 1e18)
 SECONDS = _number(float, f"a number of seconds from 0 to {MOST_SECONDS:g}", 0, MOST_SECONDS)
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--bits-per-param", type=POSITIVE, help="that travel, instead of --bytes-per-param or --codec")
   p.add_argument("--codec", help="none, bf16, int8, int4, e3m0 or topk, with the scales of its blocks; means are then "
                  "all-gathers")
-  p.add_argument("--workers", type=M, help=f"M (default {cases.WORKERS})")
+  p.add_argument("--workers", type=WORKERS, help=f"M (default {cases.WORKERS})")
   p.add_argument("--inner-steps", type=COUNT, help=f"H (default {cases.STEPS})")
   p.add_argument("--step-seconds", required=True, help="of an inner step; a;b;c for each worker")
   p.add_argument("--jitter", help="coefficient of variation of step times: 0.2, gamma:0.2, uniform:0.1 (default 0)")
@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--params", type=POSITIVE, required=True, help="parameters of the model")
   p.add_argument("--bytes-per-param", type=POSITIVE, default=2.0, help="that travel (default 2)")
   p.add_argument("--step-seconds", required=True, help="of an inner step; a;b;c for each worker")
-  p.add_argument("--workers", type=M, default=cases.WORKERS, help=f"M (default {cases.WORKERS})")
+  p.add_argument("--workers", type=WORKERS, default=cases.WORKERS, help=f"M (default {cases.WORKERS})")
   p.add_argument("--latency", type=SECONDS, default=0.0, help="seconds for each message (default 0)")
   p.add_argument("--steps", type=COUNT, default=10_000, help="in which DiLoCo with H = 10 reaches the loss (default 10000)")
   p.add_argument("--inner-steps", help="further H, comma separated; without measured losses, so outside the ranking")
