@@ -171,6 +171,7 @@ def test_options_that_cannot_be(capsys, tmp_path, monkeypatch, more, says):
     (["goodput", "--days=0"], "'0' must be"), (["goodput", "--seed=-1"], "'-1' must be"),
     (["goodput", "--learners=0"], "'0' must be"),
     (["goodput", "--barrier-seconds=1e-9"], "barrier=1e-09"), (["goodput", "--restart=5"], "restart=5"),
+    (["goodput", "--learners=1", "--barrier-seconds=100"], "no effect on one learner"),
     (["goodput", "--rigid", "--gather=5"], "gather=5"), (["goodput", "--slice-chips=0"], "'0' must be"),
     (["recommend", "--bandwidth=1Gbps", "--step-seconds=1"], "--params"),
     (["recommend", "--bandwidth=1Gbps", "--step-seconds=1", "--params=1e9", "--inner-steps=0,5"], "inner_steps: '0'"),

@@ -1,9 +1,11 @@
 """The recommendation: its table is made of docs/compare, its arithmetic is the stated one."""
 
 import csv
+import fnmatch
 import math
 import os
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -37,6 +39,12 @@ def test_the_shipped_table_is_that_of_the_measurements(monkeypatch):
     assert row.loss == pytest.approx(np.mean(losses), abs=6e-5) and row.seeds == len(losses)
 
 
+def test_the_table_is_installed_with_the_package():
+  with open(os.path.join(ROOT, "pyproject.toml"), "rb") as f:
+    patterns = tomllib.load(f)["tool"]["setuptools"]["package-data"]["fgd_jax.netsim"]
+  assert any(fnmatch.fnmatch("losses.csv", pattern) for pattern in patterns)
+
+
 def test_relative_steps():
   """On DiLoCo's curve, linear in log steps; beyond it nothing is known."""
   loss = lambda name, steps, value, h=10: rec.Loss(name, name, {}, h, steps, value, 1)
@@ -50,7 +58,7 @@ def test_relative_steps():
 
 def test_hours_are_steps_times_simulated_rounds(printed):
   """Every row against its own plan; the ranking is by hours, of trained H alone."""
-  got = printed(*WORDS, "--steps=5000", "--inner-steps=100")
+  got = printed(*WORDS, "--steps=5000", "--inner-steps=20,100")
   rows, relative = got["methods"], rec.relative_steps(rec.read_losses())
   assert {(r["name"], r["inner_steps"]) for r in rows if r["trained"]} == set(relative)
   assert {r["name"] for r in rows if not r["trained"]} == {name for name, _ in relative} - {"data_parallel"}
@@ -66,6 +74,8 @@ def test_hours_are_steps_times_simulated_rounds(printed):
   assert by["diloco", 10]["hours"] == pytest.approx(5000 / 10 * (20 + transfer) / 3600)
   assert by["GlobalM1", 10]["round_seconds"] == pytest.approx(transfer) and by["GlobalM1", 100]["round_seconds"] == 200
   assert by["diloco", 100]["relative_steps"] == by["diloco", 40]["relative_steps"]
+  between = (by["diloco", 10]["relative_steps"] + by["diloco", 40]["relative_steps"]) / 2
+  assert by["diloco", 20]["relative_steps"] == pytest.approx(between)  # 20 is in the middle of 10 and 40, by ratio
   assert len(got["assumptions"]) >= 4
 
 

@@ -141,7 +141,8 @@ def parser() -> argparse.ArgumentParser:
   p.add_argument("--workers", type=WORKERS, default=cases.WORKERS, help=f"M (default {cases.WORKERS})")
   p.add_argument("--latency", type=SECONDS, default=0.0, help="seconds for each message (default 0)")
   p.add_argument("--steps", type=COUNT, default=10_000, help="in which DiLoCo with H = 10 reaches the loss (default 10000)")
-  p.add_argument("--inner-steps", help="further H, comma separated; without measured losses, so outside the ranking")
+  p.add_argument("--inner-steps", help="further H, comma separated, outside the ranking as their losses were not "
+                 "measured; the methods with 5 fragments take multiples of 5")
   p.add_argument("--json", action="store_true", help="print one JSON object")
   return top
 
@@ -233,6 +234,8 @@ def _failures(drop: float, bandwidth: str, seed: int) -> tuple[Any, str]:
 def _goodput(args: argparse.Namespace) -> tuple[Any, str]:
   cases.refuse_idle(args, ("restart",), args.rigid, "on elastic learners")
   cases.refuse_idle(args, ("scale_down", "scale_up", "gather", "away", "slice_chips"), not args.rigid, "on rigid learners")
+  if args.barrier_seconds and args.learners == 1:
+    raise ValueError(f"barrier_seconds={args.barrier_seconds:g} has no effect on one learner; leave it out.")
   own = {key: getattr(args, key) for key in ("restart", "scale_down", "scale_up", "gather", "away", "slice_chips")}
   model = ChipFailures(args.chip_years * YEAR, args.shape, **{key: value for key, value in own.items() if value is not None})
   result = dataclasses.asdict(simulate_goodput(

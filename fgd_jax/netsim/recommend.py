@@ -37,8 +37,8 @@ ASSUMPTIONS = (
     "of 35 million to 1 billion parameters (arXiv 2501.18512, H = 30) DiLoCo's loss is within 0.03 of data parallelism's, "
     "which here needs about half of the steps.",
     "Outer learning rates and momenta were tuned for H = 10 (four seeds); other H were trained on one seed, without tuning.",
-    "An H that was not trained (?) is given the relative steps of the nearest trained one, which flatters longer intervals; "
-    "it has no rank.",
+    "Relative steps for an H that was not trained (?) are interpolated between trained ones; beyond them they are those of "
+    "the nearest, which flatters longer intervals. Such rows have no rank.",
     "Nothing fails, and outer steps take no time (those of IsoLoCo do).")
 
 
@@ -82,7 +82,7 @@ def recommend(params: float, bits: float, links: Links, times: StepTimes, steps:
     params: of the model. bits: that travel for each of them.
     links, times: of the workers.
     steps: in which DiLoCo with H = 10 reaches the loss.
-    inner_steps: H to look at, besides the trained ones.
+    inner_steps: H to look at, besides the trained ones; methods with fragments take those that they divide.
 
   Returns:
     `methods`: a list of dicts (name, method, options, inner_steps, compute_utilization, round_seconds, relative_steps,
@@ -104,11 +104,11 @@ def recommend(params: float, bits: float, links: Links, times: StepTimes, steps:
         continue  # fragments go out at equal distances
       plan = make_plan(entry.method, params, bits, links.workers, h, options=entry.options)
       result = simulate(plan, links, times, rounds=UNEVEN_ROUNDS if uneven else ROUNDS)
-      nearest = min(trained, key=lambda other: (abs(math.log(other / h)), other))
-      needed = steps * relative[entry.name, nearest]
+      factor = float(np.interp(math.log(h), np.log(trained), [relative[entry.name, other] for other in trained]))
+      needed = steps * factor
       rows.append({"name": entry.name, "method": entry.method, "options": entry.options,
                    "inner_steps": h, "compute_utilization": result.compute_utilization,
-                   "round_seconds": result.round_seconds, "relative_steps": relative[entry.name, nearest], "steps": needed,
+                   "round_seconds": result.round_seconds, "relative_steps": factor, "steps": needed,
                    "hours": needed * result.round_seconds / h / 3600,
                    "bytes_a_step": (result.bytes_overlapped + result.bytes_blocking) / h, "trained": h in trained})
   rows.sort(key=lambda r: (not r["trained"], math.isnan(r["hours"]), r["hours"], r["bytes_a_step"], r["name"]))
