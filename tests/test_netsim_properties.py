@@ -38,6 +38,10 @@ def test_utilisation_is_a_share_and_time_adds_up(name, workers, seed, kind, cv, 
                       Interruptions(crash, 15.0), Interruptions(pause, 3.0, fixed=False), on_crash, rounds=6, seed=seed)
   assert 0 <= r.compute_utilization <= 1 + 1e-9 and all(0 <= u <= 1 + 1e-9 for u in r.worker_utilization)
   assert r.round_seconds == pytest.approx(r.compute_seconds + r.down_seconds + r.stall_seconds, rel=1e-6)
+  shares = np.array(r.round_utilization)
+  assert len(shares) == len(r.round_ends) == 6 and ((shares >= 0) & (shares <= 1 + 1e-9) | np.isnan(shares)).all()
+  if on_crash == "wait":  # all finish all rounds, one after the other
+    assert (np.diff(r.round_ends, prepend=0) >= 0).all()
 
 
 @quick

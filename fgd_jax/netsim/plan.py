@@ -18,7 +18,7 @@ from fgd_jax.mixing.topology import Topology
 from fgd_jax.netsim.links import Cost, cost
 
 SUBSET_SHARE = 0.432  # embedding, head and two layers of the FGD paper's 1.5B model (arXiv 2606.22768)
-MOST_WORKERS = 4096  # a simulated round of pairs takes about a second for so many
+MOST_WORKERS = 4096  # with so many the command takes some ten seconds
 
 
 @dataclasses.dataclass(frozen=True)
