@@ -195,3 +195,6 @@ def refused(capsys, folder, monkeypatch, words, says):
 def test_the_module_runs():
   done = subprocess.run([sys.executable, "-m", "fgd_jax.netsim", "--help"], capture_output=True, text=True, cwd=ROOT)
   assert done.returncode == 0 and "utilization" in done.stdout and "goodput" in done.stdout
+  cut = subprocess.run(["sh", "-c", f"{sys.executable} -m fgd_jax.netsim table fgd | true"], capture_output=True, text=True,
+                       cwd=ROOT)
+  assert not cut.stderr  # nobody reads the table

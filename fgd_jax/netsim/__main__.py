@@ -157,7 +157,10 @@ def main(argv: Sequence[str] | None = None) -> None:
       raise
     print(f"Error: {' '.join(str(e).split())}", file=sys.stderr)
     raise SystemExit(2) from e
-  print(json.dumps(cases.clean(answer)) if args.json else text)
+  try:
+    print(json.dumps(cases.clean(answer)) if args.json else text, flush=True)
+  except BrokenPipeError:  # `| head` has seen enough; what Python still writes at its end goes nowhere
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _utilization(args: argparse.Namespace) -> tuple[Any, str]:

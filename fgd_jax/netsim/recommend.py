@@ -36,7 +36,7 @@ ASSUMPTIONS = (
     "relate alike, in steps to a loss, for other models, workers and lengths of training. They may not: in published runs "
     "of 35 million to 1 billion parameters (arXiv 2501.18512, H = 30) DiLoCo's loss is within 0.03 of data parallelism's, "
     "which here needs about half of the steps.",
-    "Outer learning rates and momenta were tuned for H = 10 (four seeds); other H were trained on two seeds, without tuning. "
+    "Outer learning rates and momenta were tuned for H = 10 (four seeds); others were trained on two seeds, without tuning. "
     "Losses are uncertain by about 0.01 and 0.02, hours by 2 % and 4 %: rows nearer to each other are not told apart.",
     "Relative steps for an H that was not trained (?) are interpolated between trained ones; beyond them they are those of "
     "the nearest, which flatters longer intervals. Such rows have no rank.",
