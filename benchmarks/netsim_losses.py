@@ -47,19 +47,22 @@ def options(name: str) -> dict[str, Any]:
   return {key: ast.literal_eval(value) if value[0].isdigit() else value for key, value in pairs}
 
 
-def wanted() -> list[tuple[str, int, int, tuple[int, ...]]]:
-  """(entry, H, rounds, seeds) of all trainings."""
-  out = [("diloco", INNER_STEPS, rounds, SEEDS) for rounds in (6, 12, 24, 48, 96)]
+def wanted() -> list[tuple[str, int, int]]:
+  """(entry, H, rounds) of all trainings, each with SEEDS."""
+  out = [("diloco", INNER_STEPS, rounds) for rounds in (6, 12, 24, 48, 96)]
   names = [name for name in finals() if name not in ("data_parallel", "local")]  # for them H means nothing
-  return out + [(name, steps, STEPS // steps, SEEDS) for steps in (40,) for name in names]
+  return out + [(name, 40, STEPS // 40) for name in names]
 
 
 def train() -> None:
   """The missing runs; each is a line of budgets.csv as soon as it is done."""
-  for name, inner_steps, rounds, seeds in wanted():
+  if not os.path.exists(BUDGETS):
+    with open(BUDGETS, "w", newline="") as f:
+      csv.DictWriter(f, FIELDS, lineterminator="\n").writeheader()
+  for name, inner_steps, rounds in wanted():
     same = lambda r: (r["method"], int(r["inner_steps"]), int(r["rounds"])) == (name, inner_steps, rounds)
     done = {int(r["seed"]) for r in compare_methods.read(BUDGETS) if same(r)}
-    missing, entry = [seed for seed in seeds if seed not in done], compare_methods.ENTRIES[name]
+    missing, entry = [seed for seed in SEEDS if seed not in done], compare_methods.ENTRIES[name]
     words = ",".join(filter(None, (compare_methods.SETTINGS, f"method={entry.method}", entry.fixed,
                                    finals()[name][0]["setting"], f"inner_steps={inner_steps}", f"rounds={rounds}")))
     for row in compare_methods.trained(words, missing, measured=False) if missing else ():
