@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for the mesh tests; float64 only where a test asks for it."""
 
+import json
 import os
 
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
@@ -14,3 +15,13 @@ def x64():
   """Runs the test with float64 enabled."""
   with jax.enable_x64(True):
     yield
+
+
+@pytest.fixture
+def printed(capsys):
+  """A netsim command, run in this process; what it prints as JSON."""
+  def run(*words):
+    from fgd_jax.netsim.__main__ import main
+    main([*words, "--json"])
+    return json.loads(capsys.readouterr().out)
+  return run

@@ -327,3 +327,14 @@ HISTORIES = {
 # The outer parameters have the launch of a at 6, 12, 18 completed.
 PIPELINED_HISTORY = [((1.4, 0.2), 0.8, (0.8, -1.6), -1.0), ((0.2, -1.0), -0.4, (0.8, -0.4), -0.1),
                      ((-1.0, -2.2), -1.6, (1.4, 0.2), 0.5)]
+
+
+def layered_data_parallel(layers, step_seconds, bits, bandwidth):
+  """Utilisation of data parallelism by layers: the link is busy from the first, the second-last or the last gradient on.
+
+      T' = max(T + c, T - u + 2 c, (L+2) u + L c),   u = T / (3L-1),  c = bits / (L B)
+  """
+  unit, per = step_seconds / (3 * layers - 1), bits / layers / bandwidth
+  if layers == 1:
+    return step_seconds / (step_seconds + per)
+  return step_seconds / max(step_seconds + per, step_seconds - unit + 2 * per, (layers + 2) * unit + layers * per)

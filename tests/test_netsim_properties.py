@@ -38,6 +38,10 @@ def test_utilisation_is_a_share_and_time_adds_up(name, workers, seed, kind, cv, 
                       Interruptions(crash, 15.0), Interruptions(pause, 3.0, fixed=False), on_crash, rounds=6, seed=seed)
   assert 0 <= r.compute_utilization <= 1 + 1e-9 and all(0 <= u <= 1 + 1e-9 for u in r.worker_utilization)
   assert r.round_seconds == pytest.approx(r.compute_seconds + r.down_seconds + r.stall_seconds, rel=1e-6)
+  shares = np.array(r.round_utilization)
+  assert len(shares) == len(r.round_ends) == 6 and ((shares >= 0) & (shares <= 1 + 1e-9) | np.isnan(shares)).all()
+  if on_crash == "wait":  # all finish all rounds, one after the other
+    assert (np.diff(r.round_ends, prepend=0) >= 0).all()
 
 
 @quick
@@ -64,9 +68,10 @@ def test_without_failures_nothing_is_random(name, workers, rate, seed):
 @quick
 @given(name=names, seed=seeds, p=st.floats(0.01, 0.7), cv=st.floats(0.01, 0.5))
 def test_the_seed_decides(name, seed, p, cv):
-  run = lambda: netsim.simulate(plan_of(name, 4), Links(np.full(4, 1e9)), StepTimes((1.0,), cv), Drops(p),
-                                Interruptions(50.0, 5.0), rounds=4, seed=seed)
-  assert run() == run()
+  run = lambda seed: netsim.simulate(plan_of(name, 4), Links(np.full(4, 1e9)), StepTimes((1.0,), cv), Drops(p),
+                                     Interruptions(50.0, 5.0), rounds=4, seed=seed)
+  assert run(seed) == run(seed)
+  assert run(seed).round_ends != run(seed + 1).round_ends  # step times vary continuously
 
 
 @quick
@@ -77,7 +82,7 @@ def test_layers_properties(layers, rate, factor, fragments, delay):
   model = Layered(layers, 0.1, 1e9, 20, min(fragments, layers), delay if fragments else 0)
   slow, fast = model.utilization(rate), model.utilization(rate * factor)
   assert 0 < slow <= fast * (1 + 1e-9) and fast <= 1 + 1e-9
-  alone = 20 * 0.1 / (20 * 0.1 + model.bits_per_round / rate)
+  alone = 20 * 0.1 / (20 * 0.1 + 1e9 * (1 if fragments else 20) / rate)
   assert slow >= alone * (1 - 1e-9)
 
 

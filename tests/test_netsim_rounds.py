@@ -82,15 +82,27 @@ def bound(method, **options):
 @pytest.mark.parametrize("method, options, overlapped, blocking", [
     ("diloco", {}, 0, 1.5 * 640), ("GlobalM1LocalM2", {}, 1.5 * 640, 640), ("local", {}, 0, 0),
     ("diloco", {"codec": "bf16"}, 0, 3 * 320), ("fgd", {"mix1": "identity", "mix2": "ring"}, 0, 2 * 640),
-    ("data_parallel", {}, 0, 6 * 1.5 * 640), ("streaming_diloco", {"fragments": 3, "delay": 1}, 1.5 * 640, 0)])
+    ("data_parallel", {}, 0, 6 * 1.5 * 640), ("streaming_diloco", {"fragments": 3, "delay": 1}, 1.5 * 640, 0),
+    ("streaming_diloco", {"fragments": 3, "delay": 0}, 0, 1.5 * 640), ("pipelined_diloco", {"fragments": 2}, 1.5 * 640, 0)])
 def test_plan_of_a_bound_method(method, options, overlapped, blocking):
   """Bytes as the round counts them (640 bytes of float32); the exchanges' topologies are the bound method's own."""
   made, round_fn = bound(method, **options)
   assert (made.bytes_overlapped, made.bytes_blocking) == pytest.approx((overlapped, blocking))
   topologies = [mixer.topology for mixer in round_fn.method.bound_mixers()]
   assert all(e.topology in topologies for e in made.exchanges)
-  if method == "streaming_diloco":  # layers of 256 bytes each, the head of 128
+  if options.get("fragments") == 3:  # layers of 256 bytes each, the head of 128
     assert sorted(e.nbytes for e in made.exchanges) == pytest.approx([128, 256, 256])
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize("method", ["data_parallel", "diloco", "eager_diloco", "GlobalM1", "GlobalM1LocalM2", "LocalM1M2",
+                                    "noloco", "gasloc"])
+def test_plans_by_name_are_those_of_bound_methods(method, codec):
+  """Bytes, kinds and times of every exchange, of 160 parameters; noloco compresses one of its two swaps."""
+  made, _ = bound(method, codec=codec)
+  named = netsim.make_plan(method, 160, 32, 4, 6, options={"codec": codec})
+  facts = lambda plan: [(e.name, pytest.approx(e.nbytes), e.start, e.due, e.kind, e.topology.name) for e in plan.exchanges]
+  assert facts(named) == facts(made) and named.bytes_blocking == pytest.approx(made.bytes_blocking)
 
 
 def test_a_compressed_mean_takes_the_time_of_an_all_gather():

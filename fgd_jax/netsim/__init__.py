@@ -3,9 +3,11 @@
     python -m fgd_jax.netsim utilization --method=GlobalM1LocalM2 --params=1.498e9 --bandwidth=100Mbps --step-seconds=2.35
     python -m fgd_jax.netsim table fgd | table streaming --size=1B | table goodput | table failures
     python -m fgd_jax.netsim goodput --learners=8 --chips=1200000
+    python -m fgd_jax.netsim recommend --bandwidth=1Gbps --params=1.5e9 --step-seconds=2
 
 plan.py says what a method sends and when; rounds.py plays it out as events, closed.py has formulas beside it; layers.py is
-the per-layer model of one data centre's step; goodput.py simulates millions of chips that fail. Nothing here needs a device.
+the per-layer model of one data centre's step; goodput.py simulates millions of chips that fail; recommend.py multiplies
+simulated rounds with measured losses. Nothing here needs a device.
 """
 
 from fgd_jax.netsim.closed import utilization as closed_form

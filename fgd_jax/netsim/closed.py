@@ -26,10 +26,13 @@ def round_seconds(plan: Plan, links: Links, step_seconds: float, drops: Drops | 
   Every overlapped transfer must be due before the next one departs. A collective is repeated until it succeeds: its
   attempts are geometric, each of them costs the whole transfer (half of it on average, where failures are noticed at any
   point). A pair's swap is not repeated. An overlapped mean that failed is given up when it is due ("skip", whose first
-  attempt is always waited for) or waited for.
+  attempt is always waited for) or waited for. What is late shares a link with what blocks then, which is the same time in
+  all where both use the same link; with latencies, or links by pair, it is left to the simulation.
   """
   drops = drops or Drops()
   p_round = drops.unit == "round" and drops.probability > 0
+  if plan.own_steps is not None:
+    return None
   if p_round and (drops.at != "end" or len(plan.exchanges) > 1 and any(not e.blocking for e in plan.exchanges)):
     return None
   total, busy_until = plan.steps * step_seconds, 0
@@ -37,18 +40,19 @@ def round_seconds(plan: Plan, links: Links, step_seconds: float, drops: Drops | 
     alone = seconds(e, links)
     if alone is None:
       return None
-    if links.latency and not e.blocking and len(plan.exchanges) > 1 and alone > step_seconds * (e.due - e.start):
-      return None  # what shares a link with a latency is left to the simulation
-    p = drops.of(plan.workers if e.mean else 2)
-    if p and drops.at == "uniform" and (not e.mean or not e.blocking and (alone > step_seconds * (e.due - e.start)
-                                                                          or drops.late_mix1 == "wait")):
+    p, window = drops.of(plan.workers if e.mean else 2), step_seconds * (e.due - e.start)
+    waits = bool(p) and e.mean and drops.late_mix1 == "wait"  # for repetitions, however short one attempt is
+    if ((links.latency or links.rates.ndim == 2) and not e.blocking and (alone > window or waits)
+        and any(other.blocking and other.start == e.due for other in plan.exchanges)):
+      return None
+    if p and drops.at == "uniform" and (not e.mean or not e.blocking and (alone > window or drops.late_mix1 == "wait")):
       return None  # how long it takes depends on the draw, and the longest of several counts
     if e.blocking:
       total += alone * (_attempts_cost(p, drops) if e.mean else 1)
       continue
     if e.start < busy_until:
       return None
-    busy_until, window = e.due, step_seconds * (e.due - e.start)
+    busy_until = e.due
     total += _late(alone, window, p if e.mean else 0.0, drops)
   return total
 

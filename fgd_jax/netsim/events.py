@@ -11,25 +11,26 @@ SETTLED = 1e-9  # share of a flow's bytes below which it counts as done: roundin
 
 
 class Event:
-  """Something that happens once; processes wait for it by yielding it, and get its value."""
+  """Something that happens once; processes wait for it by yielding it."""
 
   def __init__(self) -> None:
-    self.done, self.value, self._waiting = False, None, []  # type: ignore[var-annotated]
+    self.done = False
+    self._waiting: list[Callable[[], None]] = []
 
-  def then(self, callback: Callable[[Any], None]) -> None:
-    """Calls back with the value, at once where it has happened already."""
+  def then(self, callback: Callable[[], None]) -> None:
+    """Calls back when it happens, at once where it has happened already."""
     if self.done:
-      callback(self.value)
+      callback()
     else:
       self._waiting.append(callback)
 
-  def fire(self, value: Any = None) -> None:
+  def fire(self) -> None:
     """Happens; a second time is without effect."""
     if self.done:
       return
-    self.done, self.value = True, value
+    self.done = True
     for callback in self._waiting:
-      callback(value)
+      callback()
     self._waiting = []
 
 
@@ -49,15 +50,13 @@ class Simulator:
     """Calls back at `time`; `late`: after everything else that happens then."""
     heapq.heappush(self._heap, (time, int(late), next(self._order), callback))
 
-  def start(self, process: Process) -> Event:
-    """Runs a generator that yields seconds to sleep or Events to wait for; the returned event is its end."""
-    end = Event()
+  def start(self, process: Process) -> None:
+    """Runs a generator that yields seconds to sleep or Events to wait for."""
 
-    def step(value: Any = None) -> None:
+    def step() -> None:
       try:
-        wanted = process.send(value)
+        wanted = next(process)
       except StopIteration:
-        end.fire()
         return
       if isinstance(wanted, Event):
         wanted.then(step)
@@ -65,7 +64,6 @@ class Simulator:
         self.at(self.now + wanted, step)
 
     self.at(self.now, step)
-    return end
 
   def run(self) -> None:
     """Until nothing is left to come."""
@@ -94,7 +92,6 @@ class Network:
     self._flows: dict[_Flow, None] = {}
     self._users: dict[Hashable, int] = {}
     self._since, self._version, self._stale = 0.0, 0, False
-    self.carried = 0.0  # bytes that have arrived, counted once for each flow
 
   def send(self, links: Iterable[Hashable], nbytes: float, latency: float = 0.0) -> Event:
     """Starts a flow after `latency` seconds; the event is its arrival."""
@@ -160,7 +157,6 @@ class Network:
       done = [min(self._flows, key=lambda flow: flow.left / flow.rate)]
     for flow in done:
       self._leave(flow)
-      self.carried += flow.nbytes
     self._touch()
     for flow in done:
       flow.end.fire()

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 UNITS = ("link", "message", "round")
-YEAR = 365.25 * 86400.0
+LEAST_SHAPE, MOST_SHAPE = 0.1, 100.0  # of Weibull distributions; below, most gaps are shorter than a clock shows
+LEAST_JITTER, MOST_JITTER = 1e-6, 10.0
+MOST_SECONDS = 1e9  # of anything that takes time: some thirty years
 
 
 def stream(*words: int | str) -> np.random.Generator:
@@ -94,15 +96,20 @@ class Interruptions:
   fixed: bool = True
 
   def __post_init__(self):
-    if not (self.every >= 0 and self.seconds >= 0 and self.shape > 0 and math.isfinite(self.every + self.seconds)):
+    if not (0 <= self.every <= MOST_SECONDS and 0 <= self.seconds <= MOST_SECONDS
+            and LEAST_SHAPE <= self.shape <= MOST_SHAPE):
       raise ValueError(f"Interruptions every {self.every:g} s for {self.seconds:g} s with Weibull shape {self.shape:g}: "
-                       "times must not be negative and the shape must be positive.")
+                       f"times must be from 0 to {MOST_SECONDS:g} s, the shape from {LEAST_SHAPE:g} to {MOST_SHAPE:g}.")
 
   def gap(self, rng: np.random.Generator) -> float:
     """Seconds of computing until the next one."""
     if not self.every:
       return math.inf
     return float(self.every / math.gamma(1 + 1 / self.shape) * rng.weibull(self.shape))
+
+  def free_of(self, seconds: float) -> float:
+    """Probability that a gap is longer than `seconds`."""
+    return math.exp(-((seconds / self.every * math.gamma(1 + 1 / self.shape)) ** self.shape)) if self.every else 1.0
 
   def length(self, rng: np.random.Generator) -> float:
     return self.seconds if self.fixed else float(rng.exponential(self.seconds))
@@ -149,16 +156,17 @@ def parse_step_times(text: str, jitter: str = "0") -> StepTimes:
     seconds = tuple(float(word) for word in text.split(";"))
   except ValueError:
     seconds = ()
-  if not seconds or not all(0 < s < math.inf for s in seconds):
+  if not seconds or not all(1e-9 <= s <= MOST_SECONDS for s in seconds):
     raise ValueError(f"step_seconds={text!r} must be a positive number of seconds, or one for each worker (a;b;c).")
   kind, _, value = jitter.rpartition(":")
   try:
     cv = float(value)
   except ValueError:
     cv = math.nan
-  if (kind or "lognormal") not in ("lognormal", "gamma", "uniform") or not 0 <= cv < math.inf:
-    raise ValueError(f"jitter={jitter!r} must be a coefficient of variation, at least 0, or lognormal:, gamma: or "
-                     "uniform: and one.")
+  if (kind or "lognormal") not in ("lognormal", "gamma", "uniform") or not (cv == 0 or LEAST_JITTER <= cv
+                                                                                <= MOST_JITTER):
+    raise ValueError(f"jitter={jitter!r} must be 0 or a coefficient of variation from {LEAST_JITTER:g} to {MOST_JITTER:g}, "
+                     "or lognormal:, gamma: or uniform: and one.")
   if kind == "uniform" and cv > 1 / math.sqrt(3):
     raise ValueError(f"jitter={jitter!r}: a uniform step time cannot vary by more than 0.577 of its mean.")
   return StepTimes(seconds, cv, kind or "lognormal")

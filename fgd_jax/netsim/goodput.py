@@ -17,9 +17,9 @@ that are away,
   elastic   goodput ~ (1 - scale_up / (1/F + gather + scale_up)) / (1 + F scale_down)
 
 Published: one failure per chip and year, recovery delays that are exponentiated-Weibull, and a table (methods-core.md, 8.6).
-Not published, so fitted to that table, all of its 18 cells (the least largest error of the formulas): restart 76 s,
-scale_down 13 s, scale_up 20 s, gather 100 s. Ours without a fit (they hardly matter): slices of 64 chips, away for 600 s on
-average.
+Not published, so fitted to all 18 cells of that table (least largest error of the formulas, benchmarks/netsim_fit.py; other
+values of the last three do as well): restart 76 s, scale_down 13 s, scale_up 20 s, gather 100 s. Ours without a fit: slices
+of 64 chips, away for 600 s on average; with them 0.1 % of the chips are missing.
 
 Events are merged: the failures of N chips that each fail at a constant rate are one Poisson process of N times the rate, so
 the cost grows with the number of failures, not of chips. Other lifetimes (Weibull) are drawn chip by chip in one array.
@@ -27,14 +27,19 @@ the cost grows with the number of failures, not of chips. Other lifetimes (Weibu
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 
 import numpy as np
 
-from fgd_jax.netsim.failures import YEAR
+from fgd_jax.netsim.failures import LEAST_SHAPE, MOST_SHAPE
 
-WEEK = 7 * 86400.0
+DAY = 86400.0
+WEEK, YEAR = 7 * DAY, 365.25 * DAY
+AWAY_SHAPE = 1.5  # k of the exponentiated Weibull law (1 - exp(-(x/s)^k))^2 of the time for which a slice is away
+MOST_FAILURES = 5_000_000  # of a learner: some seconds
+MOST_BARRIERS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +51,7 @@ class ChipFailures:
     shape: of the Weibull distribution of its lifetimes (1: exponential). All chips are new when the simulation begins.
     restart: stall of a rigid learner. scale_down, scale_up, gather: of an elastic one.
     slice_chips: that are away together after a failure.
-    away: mean time for which a slice is away; its distribution is exponentiated Weibull with shapes `away_shapes` (k, a):
-      the law (1 - exp(-(x/s)^k))^a.
+    away: mean time for which a slice is away; its distribution is exponentiated Weibull.
   """
 
   mean_time: float = YEAR
@@ -58,34 +62,44 @@ class ChipFailures:
   gather: float = 100.0
   slice_chips: int = 64
   away: float = 600.0
-  away_shapes: tuple[float, float] = (1.5, 2.0)
 
   def __post_init__(self):
     for key in ("mean_time", "shape", "slice_chips", "away"):
       if not 0 < getattr(self, key) < math.inf:
         raise ValueError(f"{key}={getattr(self, key):g} must be positive and finite.")
+    if not LEAST_SHAPE <= self.shape <= MOST_SHAPE:
+      raise ValueError(f"shape={self.shape:g} of chips' lifetimes must be from {LEAST_SHAPE:g} to {MOST_SHAPE:g}.")
     for key in ("restart", "scale_down", "scale_up", "gather"):
       if not 0 <= getattr(self, key) < math.inf:
         raise ValueError(f"{key}={getattr(self, key):g} must be a number of seconds, at least 0.")
 
   def failures(self, rng: np.random.Generator, chips: int, seconds: float) -> np.ndarray:
     """Sorted times of the failures of all chips."""
+    expected = chips * seconds / self.mean_time
     if self.shape == 1:
-      count = rng.poisson(chips * seconds / self.mean_time)
-      return np.sort(rng.uniform(0, seconds, count))
+      refuse_many(expected)
+      return np.sort(rng.uniform(0, seconds, rng.poisson(expected)))
     scale = self.mean_time / math.gamma(1 + 1 / self.shape)
-    ages, found = scale * rng.weibull(self.shape, chips), []
+    ages, found, count = scale * rng.weibull(self.shape, chips), [], 0
     while len(ages := ages[ages < seconds]):
+      count += len(ages)
+      refuse_many(count)
       found.append(ages)
       ages = ages + scale * rng.weibull(self.shape, len(ages))
     return np.sort(np.concatenate(found)) if found else np.empty(0)
 
   def absences(self, rng: np.random.Generator, count: int) -> np.ndarray:
     """Seconds for which slices are away [count]."""
-    k, a = self.away_shapes
-    draw = lambda n, rng: (-np.log1p(-rng.uniform(size=n) ** (1 / a))) ** (1 / k)
-    mean = float(np.mean(draw(200_000, np.random.default_rng(0)))) if a != 1 else math.gamma(1 + 1 / k)
-    return self.away / mean * draw(count, rng)
+    inverse = 1 / AWAY_SHAPE
+    mean = math.gamma(1 + inverse) * (2 - 0.5**inverse)
+    return self.away / mean * (-np.log1p(-np.sqrt(rng.uniform(size=count)))) ** inverse
+
+
+def refuse_many(failures: float) -> None:
+  """Raises ValueError for more failures of a learner than can be simulated."""
+  if failures > MOST_FAILURES:
+    raise ValueError(f"A learner's chips fail {failures:.3g} times in the simulated time, more than the {MOST_FAILURES:,} "
+                     "that can be simulated; take fewer chips, fewer days or a longer time between failures.")
 
 
 @dataclasses.dataclass
@@ -93,8 +107,8 @@ class Goodput:
   """Attributes:
     goodput: share of the chips' time in which they did work that counts.
     uptime: share of the time in which at least one learner did not stall.
-    closed_form: of the goodput, from the formulas above.
-    failures: of chips in the simulated time. stalls: of all learners.
+    closed_form: of the goodput, from the formulas above (NaN: with barriers, or lifetimes that are not exponential).
+    failures: of chips in the simulated time. stalls: of all learners, that began in it.
   """
 
   goodput: float
@@ -105,42 +119,20 @@ class Goodput:
   learner_goodput: list[float]
 
 
-def _stalls(model: ChipFailures, failures: np.ndarray, back: np.ndarray, elastic: bool) -> list[tuple[float, float]]:
-  """Begin and end of a learner's stalls, in order; `back`: sorted times at which slices are back."""
+def _stalls(model: ChipFailures, failures: np.ndarray, back: np.ndarray, elastic: bool, seconds: float
+            ) -> list[tuple[float, float]]:
+  """Begin and end of a learner's stalls that begin before `seconds`, in order; `back`: times at which slices are back."""
   spans: list[tuple[float, float]] = []
-  free = -math.inf  # end of the last stall
-  if not elastic:
-    for t in failures.tolist():
-      if t >= free:
-        free = t + model.restart
-        spans.append((t, free))
-    return spans
-  wanted, last_up = math.inf, -math.inf  # when slices are taken in next; when they last were
-  queue, n, i = back.tolist(), len(back), 0
-
-  def take_in(until: float) -> None:
-    """Stalls for slices that are back before `until`."""
-    nonlocal free, wanted, last_up, i
-    while True:
-      if wanted == math.inf and i < n:
-        wanted = max(queue[i] + model.gather, free)
-      if wanted >= until:
-        return
-      last_up = max(wanted, free)
-      if last_up >= until:
-        return
-      free = last_up + model.scale_up
-      spans.append((last_up, free))
-      while i < n and queue[i] <= last_up:
-        i += 1
-      wanted = math.inf
-
-  for t in failures.tolist():
-    take_in(t)
-    if t >= free:
-      free = t + model.scale_down
+  free, waiting = 0.0, back.tolist()  # end of the last stall; slices that are not taken in again
+  taken = 0
+  for t in [*failures.tolist(), seconds]:
+    while elastic and taken < len(waiting) and (begin := max(waiting[taken] + model.gather, free)) < t:
+      free = begin + model.scale_up
+      spans.append((begin, free))
+      taken = bisect.bisect_right(waiting, begin, taken)
+    if free <= t < seconds:
+      free = t + (model.scale_down if elastic else model.restart)
       spans.append((t, free))
-  take_in(math.inf if n == 0 else queue[-1] + model.gather + model.scale_up)
   return spans
 
 
@@ -160,15 +152,16 @@ def simulate_goodput(learners: int, chips: int, model: ChipFailures | None = Non
     raise ValueError(f"chips={chips} must be at least learners={learners}, which must be at least 1.")
   if not 0 < seconds < math.inf:
     raise ValueError(f"seconds={seconds:g} must be positive.")
-  if not 0 <= barrier <= seconds:
-    raise ValueError(f"barrier={barrier:g} must be a number of seconds, at least 0 and at most the {seconds:g} simulated.")
+  if barrier and not seconds / MOST_BARRIERS <= barrier <= seconds:
+    raise ValueError(f"barrier={barrier:g} must be 0, or a number of seconds from {seconds / MOST_BARRIERS:g} to the "
+                     f"{seconds:g} that are simulated.")
   per, all_failures, all_stalls = chips // learners, 0, 0
   present, computing, changes = [], [], []
   for learner in range(learners):
     rng = np.random.default_rng([seed, learner])
     failures = model.failures(rng, per, seconds)
     away = model.absences(rng, len(failures)) if elastic else np.zeros(len(failures))
-    spans = np.array(_stalls(model, failures, np.sort(failures + away), elastic)).reshape(-1, 2)
+    spans = np.array(_stalls(model, failures, np.sort(failures + away), elastic, seconds)).reshape(-1, 2)
     spans = np.minimum(spans, seconds)
     computing.append(seconds - float((spans[:, 1] - spans[:, 0]).sum()))
     missing = float((np.minimum(failures + away, seconds) - failures).sum()) * min(model.slice_chips, per) / per
@@ -178,9 +171,9 @@ def simulate_goodput(learners: int, chips: int, model: ChipFailures | None = Non
   if barrier:
     computing = [_with_barriers(changes, seconds, barrier)] * learners
   goodputs = [time / seconds * share for time, share in zip(computing, present)]
-  alone = not barrier or learners == 1
+  known = model.shape == 1 and (not barrier or learners == 1)
   return Goodput(goodput=float(np.mean(goodputs)), uptime=1 - _all_stalled(changes, seconds),
-                 closed_form=closed_form(per, model, elastic) if alone else math.nan, failures=all_failures,
+                 closed_form=closed_form(per, model, elastic) if known else math.nan, failures=all_failures,
                  stalls=all_stalls, learner_goodput=[float(g) for g in goodputs])
 
 

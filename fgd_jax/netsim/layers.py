@@ -19,6 +19,8 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+MOST_LAYERS = 10_000
+
 
 class Node(NamedTuple):
   """One node of a step's graph: kind "forward", "activation", "weight" or "reduce", its layer (0 is the first)."""
@@ -61,14 +63,11 @@ class Layered:
   delay: int = 0
 
   def __post_init__(self):
+    if self.layers > MOST_LAYERS:
+      raise ValueError(f"layers={self.layers} must be at most {MOST_LAYERS}.")
     if self.layers < 1 or self.steps < 1 or not 0 <= self.fragments <= min(self.layers, self.steps) or self.delay < 0:
       raise ValueError(f"layers={self.layers}, inner_steps={self.steps}, fragments={self.fragments}, delay={self.delay}: "
                        "fragments must be at most the layers and the inner steps, and none may be negative.")
-
-  @property
-  def bits_per_round(self) -> float:
-    """Bits that the link carries in H steps."""
-    return self.bits * (1 if self.fragments else self.steps)
 
   def due_layers(self, step: int) -> frozenset[int]:
     """The layers that are reduced in this step (of 0..H-1)."""
@@ -78,30 +77,42 @@ class Layered:
     return frozenset(l for l in range(self.layers) if l % self.fragments in parts)
 
   def utilization(self, bandwidth: float) -> float:
-    """Compute time over elapsed time of a cycle in the steady state, at `bandwidth` bits a second."""
+    """Compute time over elapsed time of a cycle in the steady state, at `bandwidth` bits a second.
+
+    Cycles are played until one begins as the last one did: the link may fall behind a little in each, until the chips have
+    to wait for it. At most 100: where it falls behind for longer than that, a cycle takes as long as the link is busy in it.
+    """
     unit, per = self.step_seconds / (3 * self.layers - 1), self.bits / self.layers / bandwidth
     cycle = self.steps if self.fragments else 1
-    chips = link = began = 0.0
-    arrivals: dict[int, float] = {}
-    for t in range(2 * cycle):  # the second one is measured
-      if t == cycle:
-        began = chips  # before it waits for the first one's reductions: as the end of the second one
-      chips = max(chips, arrivals.pop(t, 0.0))
-      layers = self.due_layers(t % cycle) if self.fragments else frozenset(range(self.layers))
-      if not layers:
-        chips += self.step_seconds
-        continue
-      gradients: dict[int, float] = {}
-      for kind, layer, _ in step_graph(self.layers):  # every node's predecessors stand before it
-        if kind == "reduce":
-          if layer in layers:
-            link = max(link, gradients[layer]) + per
+    compute, busy = cycle * self.step_seconds, self.bits / bandwidth
+    chips = link = 0.0
+    arrivals: dict[int, float] = {}  # when what is due at the start of a step is there
+    before, took = None, compute
+    for n in range(100):
+      began = chips  # before it waits for what is due then
+      state = [max(link - chips, 0.0), *(max(arrivals[t] - chips, 0.0) for t in sorted(arrivals))]
+      if before is not None and len(state) == len(before) and all(
+          abs(a - b) <= 1e-12 * compute for a, b in zip(state, before)):
+        break
+      before = state
+      for t in range(n * cycle, (n + 1) * cycle):
+        chips = max(chips, arrivals.pop(t, 0.0))
+        layers = self.due_layers(t % cycle)
+        if not layers:
+          chips += self.step_seconds
           continue
-        chips += unit
-        if kind == "weight":
-          gradients[layer] = chips
-      arrivals[t + 1 + self.delay] = max(link, arrivals.get(t + 1 + self.delay, 0.0))
-    return cycle * self.step_seconds / (chips - began)
+        gradients: dict[int, float] = {}
+        for kind, layer, _ in step_graph(self.layers):  # every node's predecessors stand before it
+          if kind == "reduce":
+            if layer in layers:
+              link = max(link, gradients[layer]) + per
+            continue
+          chips += unit
+          if kind == "weight":
+            gradients[layer] = chips
+        arrivals[t + 1 + self.delay] = link
+      took = chips - began
+    return compute / max(took, busy, compute)
 
   def needed(self, target: float, grid: list[float]) -> float:
     """The first bandwidth of an ascending grid with at least `target` utilisation (infinity: none).
@@ -113,14 +124,3 @@ class Layered:
       raise ValueError(f"target={target} must be between 0 and 1.")
     i = bisect.bisect_left(grid, target, key=lambda bandwidth: self.utilization(bandwidth))
     return grid[i] if i < len(grid) else float("inf")
-
-
-def data_parallel_utilization(layers: int, step_seconds: float, bits: float, bandwidth: float) -> float:
-  """The closed form of `Layered(fragments=0)`: the link is busy from the first, second-last or last gradient on.
-
-      T' = max(T + c, T - u + 2 c, (L+2) u + L c),   u = T / (3L-1),  c = bits / (L B)
-  """
-  unit, per = step_seconds / (3 * layers - 1), bits / layers / bandwidth
-  if layers == 1:
-    return step_seconds / (step_seconds + per)
-  return step_seconds / max(step_seconds + per, step_seconds - unit + 2 * per, (layers + 2) * unit + layers * per)

@@ -27,8 +27,9 @@ def parse_bandwidth(text: str) -> float:
     value = float(match[1]) * BITS[match[2].lower()] if match else math.nan
   except ValueError:
     value = math.nan
-  if not match or not math.isfinite(value) or value <= 0:
-    raise ValueError(f"bandwidth={text!r} must be a positive rate such as 100Mbps, 1.5Gbit/s or 25GB/s.")
+  if not match or not 1e-3 <= value <= 1e21:
+    raise ValueError(f"bandwidth={text!r} must be a positive rate such as 100Mbps, 1.5Gbit/s or 25GB/s, or the file of a "
+                     "matrix of them.")
   return value * (8 if match[3] == "B/s" or match[3].lower() == "byte/s" else 1)
 
 
@@ -143,8 +144,12 @@ def read_links(text: str, workers: int, latency: float = 0.0) -> Links:
     ValueError: a rate that is none, or another number of rates than workers.
   """
   if os.path.isfile(text):
-    with open(text) as f:
-      rows = [re.split(r"[,;\s]+", line.strip().strip(",;")) for line in f if line.strip() and line.strip()[0] != "#"]
+    try:
+      with open(text, encoding="utf-8") as f:
+        lines = [line.strip() for line in f.read(1 << 26).splitlines()]
+    except UnicodeDecodeError as e:
+      raise ValueError(f"bandwidth={text}: the file is no text.") from e
+    rows = [re.split(r"[,;\s]+", line.strip(",;")) for line in lines if line and line[0] != "#"]
     if len(rows) != workers or any(len(row) != workers for row in rows):
       raise ValueError(f"bandwidth={text}: the file must hold {workers} lines of {workers} rates for {workers} workers.")
     rates = [[parse_bandwidth(word) if i != j else 1.0 for j, word in enumerate(row)] for i, row in enumerate(rows)]

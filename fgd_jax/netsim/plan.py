@@ -7,13 +7,18 @@ import runpy
 import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
 from fgd_jax import methods
 from fgd_jax.mixing import Mixer
-from fgd_jax.mixing.codec import make_codec
+from fgd_jax.mixing.codec import Codec
 from fgd_jax.mixing.topology import Topology
 from fgd_jax.netsim.links import Cost, cost
 
 SUBSET_SHARE = 0.432  # embedding, head and two layers of the FGD paper's 1.5B model (arXiv 2606.22768)
+MOST_WORKERS = 4096  # with so many the command takes some ten seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,90 +84,112 @@ class Plan:
     return sum(e.sent for e in self.exchanges if e.blocking)
 
 
-def bits_of(codec: str | None, bits: float) -> float:
+def bits_of(codec: Codec | None, bits: float) -> float:
   """Bits that travel for each parameter: the codec's, with the scales of its blocks, or `bits` without one."""
-  made = make_codec(codec)
-  if made is None:
+  if codec is None:
     return bits
-  import jax
   size = 1 << 16
-  return made.nbytes(jax.ShapeDtypeStruct((size,), "float32")) * 8 / size
+  return codec.nbytes(jax.ShapeDtypeStruct((size,), "float32")) * 8 / size
 
 
 def make_plan(name: str, params: float, bits: float, workers: int, steps: int, subset_share: float = SUBSET_SHARE,
-              kind: str = "ring", options: dict[str, Any] | None = None) -> Plan:
+              kind: str | None = None, options: dict[str, Any] | None = None, seed: int = 0) -> Plan:
   """The plan of a method or preset by name, for a number of parameters.
 
   Args:
-    params: of the model. bits: that travel for each of them.
-    subset_share: share of the parameters that Mix2 covers in a preset with a subset.
-    kind: how means over workers travel.
-    options: of the method, such as fragments and delay.
+    params: of the model. bits: that travel for each of them where no codec compresses them.
+    subset_share: share of the parameters that Mix2 covers in a method with a subset.
+    kind: how means over workers travel (`links.KINDS`); None: in a ring, with a codec as an all-gather.
+    options: of the method, such as fragments, delay and codec. seed: of the draws of its topologies.
 
   Raises:
     ValueError: one sentence.
   """
-  for key, value, least in (("params", params, 1), ("bits per parameter", bits, 1e-6), ("workers", workers, 1),
-                            ("inner_steps", steps, 1)):
-    if not least <= value < float("inf"):
-      raise ValueError(f"{key}={value:g} must be at least {least:g}.")
+  for key, value, least, most in (("params", params, 1, 1e18), ("bits per parameter", bits, 1e-6, 1024),
+                                  ("workers", workers, 1, MOST_WORKERS), ("inner_steps", steps, 1, 100_000)):
+    if not least <= value <= most:
+      raise ValueError(f"{key}={value:g} must be at least {least:g} and at most {most:g}.")
   if not 0 < subset_share <= 1:
     raise ValueError(f"subset_share={subset_share:g} must be above 0 and at most 1.")
-  cost(kind, workers)
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of learning rates, which do not matter here
-    method = methods.make(name, **(options or {})).bind(workers)
-  nbytes = params * bits / 8
+    method = methods.make(name, **(options or {})).bind(workers, seed)
+  sizes = [params]
   if isinstance(method, methods.Fragmented):
     method.check_steps(steps)
-    sizes = [nbytes / method.count] * method.count
-  else:
-    sizes = [nbytes]
-  return Plan(name, workers, steps, _exchanges(method, sizes, subset_share, steps, kind), _own_steps(method, steps))
+    sizes = [params / method.count] * method.count
+  return Plan(name, workers, steps, _exchanges(method, sizes, bits, steps, kind, subset_share), _own_steps(method, steps))
 
 
-def _exchanges(method: methods.Method, sizes: list[float], share: float, steps: int, kind: str) -> tuple[Exchange, ...]:
-  if isinstance(method, methods.Fragmented):
-    apart, delay = steps // method.count, method.delay_of(steps)
-    topology = method.mix1.topology
-    out = [Exchange(f"fragment {p}", size, topology, p * apart, p * apart + delay, kind) for p, size in enumerate(sizes)]
-  else:
-    out = []
-    for field in method.mixers:
-      mixer = getattr(method, field)
-      assert isinstance(mixer, Mixer)
-      size = sizes[0] * (share if field == "mix2" and getattr(method, "subset", None) is not None else 1)
-      if method.inner_grad is not None:
-        out += [Exchange(f"gradients {t}", size, mixer.topology, t, t, kind) for t in range(1, steps + 1)]
-      else:
-        out.append(Exchange(field, size, mixer.topology, 0 if field == "mix1" else steps, steps, kind))
-  return tuple(e for e in out if not e.topology.identity and e.topology.workers > 1)
+def transfer_kind(kind: str | None, compressed: bool) -> str:
+  """How a mean travels: as asked for, else as the round counts it: in a ring, or compressed as an all-gather of codes.
+
+  Raises:
+    ValueError: a kind that cannot carry a compressed mean.
+  """
+  if compressed and kind not in (None, "allgather"):
+    raise ValueError(f"transfer={kind!r}: a mean with a codec is an all-gather of codes; leave transfer or the codec out.")
+  return kind or ("allgather" if compressed else "ring")
+
+
+def _exchanges(method: methods.Method, sizes: list[float], bits: float, steps: int, kind: str | None, share: float = 1.0
+               ) -> tuple[Exchange, ...]:
+  """The exchanges of a bound method.
+
+  Args:
+    sizes: parameters of its fragments, or of all. bits: that travel for each, where no codec compresses them.
+    share: of the parameters in Mix2 of a method with a subset.
+  """
+  out = []
+
+  def add(name: str, size: float, mixer: Mixer, start: int, due: int) -> None:
+    out.append(Exchange(name, size * bits_of(mixer.codec, bits) / 8, mixer.topology, start, due, transfer_kind(
+        kind if mixer.topology.bank[0].mean else None, mixer.codec is not None)))
+
+  for field, mixer in zip(method.mixers, method.bound_mixers()):
+    if mixer.topology.identity or mixer.topology.workers == 1:
+      continue
+    if isinstance(method, methods.Fragmented):
+      for p, size in enumerate(sizes):
+        start = p * (steps // method.count)
+        add(f"fragment {p}", size, mixer, start, start + method.delay_of(steps))
+    elif method.inner_grad is not None:
+      for t in range(1, steps + 1):
+        add(f"gradients {t}", sizes[0], mixer, t, t)
+    else:
+      covered = share if field == "mix2" and getattr(method, "subset", None) is not None else 1
+      add(field, sizes[0] * covered, mixer, 0 if field == "mix1" else steps, steps)
+  return tuple(out)
+
+
+def _own_steps(method: methods.Method, steps: int) -> tuple[int, ...] | None:
+  return None if method.inner_steps is None else tuple(min(n, steps) for n in method.inner_steps)
 
 
 def load_config(text: str) -> Any:
   """The config of FILE or FILE:settings.
 
   Raises:
-    ValueError: one sentence.
+    ValueError: one sentence, whatever goes wrong while the file runs.
   """
   path, _, settings = text.partition(":")
   try:
-    return runpy.run_path(path)["get_config"](settings or None)
+    found = runpy.run_path(path)
   except OSError as e:
     raise ValueError(f"config={path}: {e.strerror or e}.") from e
-  except KeyError as e:
-    raise ValueError(f"config={path}: the file defines no get_config.") from e
-
-
-def transfer_kind(kind: str | None, compressed: bool) -> str:
-  """How means travel: as asked for, else as the round's do: in a ring, or compressed as an all-gather of codes.
-
-  Raises:
-    ValueError: a kind that cannot carry compressed means.
-  """
-  if compressed and kind not in (None, "allgather"):
-    raise ValueError(f"transfer={kind!r}: a mean with a codec is an all-gather of codes; leave transfer or the codec out.")
-  return kind or ("allgather" if compressed else "ring")
+  except Exception as e:
+    raise ValueError(f"config={path} is no Python file that runs: {type(e).__name__}: {e}.") from e
+  if "get_config" not in found:
+    raise ValueError(f"config={path}: the file defines no get_config.")
+  try:
+    config = found["get_config"](settings or None)
+  except ValueError:
+    raise  # a setting that the config refuses, in a sentence of its own
+  except Exception as e:
+    raise ValueError(f"config={path}: get_config({settings!r}) fails with {type(e).__name__}: {e}.") from e
+  if not isinstance(config, ConfigDict):
+    raise ValueError(f"config={path}: get_config returns no ConfigDict but {config!r}.")
+  return config
 
 
 def plan_of_method(name: str, method: methods.Method, workers: int, steps: int, traffic: tuple[float, float],
@@ -183,17 +210,12 @@ def plan_of_method(name: str, method: methods.Method, workers: int, steps: int, 
     method.check_steps(steps)
     parts = method.partition(params)
     sizes = [float(sum(x.size for x in parts.shape(p).values())) for p in range(parts.count)]
-  compressed = any(mixer.codec is not None for mixer in method.bound_mixers())
-  counted = _exchanges(method, sizes, 1.0, steps, transfer_kind(None, compressed))
+  counted = _exchanges(method, sizes, 32, steps, None)
   nominal = {blocking: sum(e.sent for e in counted if e.blocking == blocking) for blocking in (False, True)}
   known = {False: traffic[0], True: traffic[1]}
   return Plan(name, workers, steps, tuple(
-      dataclasses.replace(e, nbytes=e.nbytes * known[e.blocking] / nominal[e.blocking], kind=transfer_kind(kind, compressed))
-      for e in counted), _own_steps(method, steps))
-
-
-def _own_steps(method: methods.Method, steps: int) -> tuple[int, ...] | None:
-  return None if method.inner_steps is None else tuple(min(n, steps) for n in method.inner_steps)
+      dataclasses.replace(e, nbytes=e.nbytes * known[e.blocking] / nominal[e.blocking], kind=asked.kind)
+      for e, asked in zip(counted, _exchanges(method, sizes, 32, steps, kind))), _own_steps(method, steps))
 
 
 def plan_of_config(config: Any, kind: str | None = None) -> tuple[Plan, int]:
@@ -202,9 +224,6 @@ def plan_of_config(config: Any, kind: str | None = None) -> tuple[Plan, int]:
   Raises:
     ValueError: a config that cannot be trained, or a kind that cannot carry compressed means.
   """
-  import jax
-  import jax.numpy as jnp
-
   import fgd_jax as fgd
   from fgd_jax import config as configs
   from fgd_jax import models

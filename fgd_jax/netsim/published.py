@@ -31,6 +31,7 @@ class Cell(NamedTuple):
   column: str
   published: float
   simulated: float
+  standard_error: float = 0.0  # of `simulated`, where it is a mean over random runs
 
 
 def fgd_table() -> list[Cell]:
@@ -63,10 +64,12 @@ def streaming_models(size: str, bits: float = BITS) -> dict[str, Layered]:
   """The five methods of the table for a model size, by `layers.py`'s choices.
 
   Raises:
-    ValueError: an unknown size.
+    ValueError: an unknown size, or bits out of range.
   """
   if size not in SIZES:
     raise ValueError(f"size={size!r} must be one of {', '.join(SIZES)}.")
+  if not 0.01 <= bits <= 1024:
+    raise ValueError(f"bits={bits:g} must be from 0.01 to 1024.")
   params, layers, seconds = SIZES[size]
   model = lambda fragments, delay=0, share=1.0: Layered(layers, seconds, params * bits * share, 100, fragments, delay)
   return {"data_parallel": model(0), "diloco": model(1), "streaming": model(layers // 3),
@@ -86,11 +89,11 @@ def grid_steps(published: float, simulated: float) -> int:
   return place(simulated) - place(published)
 
 
-def streaming_cells(size: str = "1B") -> list[Cell]:
+def streaming_cells(size: str = "1B", bits: float = BITS) -> list[Cell]:
   """The table's cells with their published values, which the specification has for 1B only (NaN elsewhere)."""
   known = STREAMING_1B if size == "1B" else {}
   return [Cell(method, f"{target:.0%}", known.get(method, (math.nan,) * 5)[i], row[i])
-          for method, row in streaming_table(size).items() for i, target in enumerate(TARGETS)]
+          for method, row in streaming_table(size, bits).items() for i, target in enumerate(TARGETS)]
 
 
 # --- Decoupled DiLoCo (arXiv 2604.21428): goodput in percent on 150k, 300k, 1.2M chips -------------------------------------
@@ -101,10 +104,18 @@ GOODPUT = {"data_parallel, rigid": (1, False, (72, 57, 27)), "data_parallel, ela
            "8 learners": (8, True, (98, 96, 88)), "16 learners": (16, True, (99, 98, 93))}
 
 
+WEEKS = 10  # that are simulated for a cell
+
+
 def goodput_table(seed: int = 0) -> list[Cell]:
-  """The table of Decoupled DiLoCo's chaos simulator, a simulated week for each cell."""
-  return [Cell(name, f"{chips:,}", published, 100 * simulate_goodput(learners, chips, elastic=elastic, seed=seed).goodput)
-          for name, (learners, elastic, row) in GOODPUT.items() for chips, published in zip(CHIPS, row)]
+  """The table of Decoupled DiLoCo's chaos simulator: the means of WEEKS simulated weeks, with seeds from WEEKS * seed on."""
+  out = []
+  for name, (learners, elastic, row) in GOODPUT.items():
+    for chips, published in zip(CHIPS, row):
+      weeks = [100 * simulate_goodput(learners, chips, elastic=elastic, seed=WEEKS * seed + week).goodput
+               for week in range(WEEKS)]
+      out.append(Cell(name, f"{chips:,}", published, float(np.mean(weeks)), float(np.std(weeks, ddof=1) / WEEKS**0.5)))
+  return out
 
 
 # --- 5 % failing communication (arXiv 2606.22768; of what is not known, so each reading has its columns) ------------------

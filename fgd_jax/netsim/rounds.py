@@ -20,6 +20,9 @@ from fgd_jax.netsim.failures import Attempts, Drops, Interruptions, StepTimes, s
 from fgd_jax.netsim.links import Links, cost
 from fgd_jax.netsim.plan import Exchange, Plan
 
+LEAST_CHANCE = 1e-4  # of an attempt at a mean, or at the steps between two exchanges, to get through
+MOST_INTERRUPTIONS = 10_000  # of a worker in a round
+
 
 class Span(NamedTuple):
   """What a worker did (compute, wait, down) or what was in flight, in a timeline; seconds."""
@@ -270,7 +273,7 @@ class _Fleet:
         self._failed(meeting)
       nbytes = meeting.exchange.nbytes * (1.0 if failed is None else failed)
       sends = [self.net.send(self.links.message(j, i), nbytes, self.links.latency) for j, i in meeting.directions]
-      _all(sends).then(lambda _: self._over(meeting))
+      _all(sends).then(lambda: self._over(meeting))
 
   def _attempt(self, meeting: _Meeting) -> None:
     """One attempt of a collective; after a failure the next one, or none where it is late and may be skipped."""
@@ -281,7 +284,7 @@ class _Fleet:
     meeting.flight = self.net.send(self.links.collective(e.kind, there), share * path * e.nbytes,
                                    price.hops * self.links.latency)
 
-    def landed(_: Any) -> None:
+    def landed() -> None:
       if failed is None:
         self._over(meeting)
         return
@@ -334,7 +337,7 @@ def _all(events: list[Event]) -> Event:
   """Happens when all have happened."""
   both, left = Event(), len(events)
 
-  def one(_: Any) -> None:
+  def one() -> None:
     nonlocal left
     left -= 1
     if left <= 0:
@@ -353,6 +356,24 @@ def _shares(useful: np.ndarray, ends: np.ndarray) -> list[float]:
   latest = np.maximum.accumulate(np.where(finished, ends, 0), axis=0)  # end of a worker's last round so far
   took = np.where(finished, np.diff(latest, axis=0, prepend=0), 0).sum(axis=1)
   return np.where(took > 0, useful.sum(axis=1) / np.where(took > 0, took, 1), np.nan).tolist()
+
+
+def _refuse_endless(plan: Plan, times: StepTimes, drops: Drops, crashes: Interruptions | None, pauses: Interruptions | None,
+                    on_crash: str) -> None:
+  """Raises ValueError where failures come so often that a simulation would hardly ever end."""
+  repeated = any(e.mean and (e.blocking or drops.late_mix1 == "wait") for e in plan.exchanges)
+  if repeated and drops.unit != "round" and 1 - drops.of(plan.workers) < LEAST_CHANCE:
+    raise ValueError(f"drop={drops.probability:g} for each {drops.unit}: a mean over {plan.workers} workers would succeed "
+                     f"once in {1 / max(1 - drops.of(plan.workers), 1e-18):.2g} attempts; take a smaller probability.")
+  points = sorted({0, plan.steps, *(step for e in plan.exchanges for step in (e.start, e.due))})
+  stretch = max(times.seconds) * max(b - a for a, b in zip(points, points[1:]))
+  if crashes is not None and on_crash == "wait" and crashes.free_of(stretch) < LEAST_CHANCE:
+    raise ValueError(f"Crashes every {crashes.every:g} s: a worker that repeats its steps after each would hardly ever get "
+                     f"through the {stretch:g} s between two exchanges; take rarer crashes, or on_crash=proceed.")
+  for what in (crashes, pauses):
+    if what is not None and what.every and plan.steps * max(times.seconds) / what.every > MOST_INTERRUPTIONS:
+      raise ValueError(f"Interruptions every {what.every:g} s are more than {MOST_INTERRUPTIONS:,} in a round of "
+                       f"{plan.steps * max(times.seconds):g} s of computing; take rarer ones.")
 
 
 def simulate(plan: Plan, links: Links, times: StepTimes, drops: Drops | None = None, crashes: Interruptions | None = None,
@@ -380,6 +401,7 @@ def simulate(plan: Plan, links: Links, times: StepTimes, drops: Drops | None = N
     raise ValueError(f"on_crash={on_crash!r} must be 'wait' or 'proceed'.")
   if rounds < 1:
     raise ValueError(f"rounds={rounds} must be at least 1.")
+  _refuse_endless(plan, times, drops or Drops(), crashes, pauses, on_crash)
   none = Interruptions()
   fleet = _Fleet(plan, links, times, drops or Drops(), crashes or none, pauses or none, on_crash, rounds, seed,
                  traced_rounds)
