@@ -51,7 +51,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.faults.pause_every = 0.0       # mean seconds of computing between pauses of a worker (0: never)
   c.faults.pause_seconds = 0.0     # mean length of a pause
   c.faults.seed = placeholder(int)  # of the faults; None: seed
-  c.faults.quarantine = False      # leave a worker out whose loss or state is not finite, and restore it; False: stop the run
+  c.faults.quarantine = False      # leave out a worker whose loss or state is not finite, and restore it; False: stop
 
   c.network = config_dict.ConfigDict()  # for simulated_seconds and compute_utilization in metrics.jsonl
   c.network.bandwidth = placeholder(str)  # of each worker: 100Mbps, or a;b;c for each, or a file with a matrix [from, to];
