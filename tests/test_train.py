@@ -298,7 +298,7 @@ def test_killed_runs_continue_bit_for_bit(method, tmp_path):
     np.testing.assert_array_equal(x, y)
 
 
-def saved_state(workdir):
-  """The last checkpoint as plain arrays."""
+def saved_state(workdir, rounds=30):
+  """The checkpoint of this round as plain arrays."""
   import orbax.checkpoint as ocp
-  return ocp.StandardCheckpointer().restore(os.path.join(workdir, "checkpoints", "30", "state"))
+  return ocp.StandardCheckpointer().restore(os.path.join(workdir, "checkpoints", str(rounds), "state"))
