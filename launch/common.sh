@@ -1,7 +1,9 @@
+# shellcheck shell=bash
 # Sourced by the launchers: options of the form --name=value, dry runs, and processes that are watched together.
 # A dry run prints the commands that a real run executes, quoted for a shell; both go through `run`, `start` and `write`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck disable=SC2034
 root=$PWD
 script=$(basename "$0")
 dry_run=""
@@ -38,10 +40,10 @@ parse_options() {
 whole() { case "$2" in ''|*[!0-9]*|0) fail "--$1=$2 must be a whole number above 0." ;; esac }
 
 quoted() {
-  local word out=""
+  local word out="" quote="'\\''"
   for word in "$@"; do
     case "$word" in
-      ''|*[!A-Za-z0-9_@%+=:,./-]*) printf -v word '%q' "$word" ;;
+      ''|*[!A-Za-z0-9_@%+=:,./-]*) word="'${word//\'/$quote}'" ;;
     esac
     out+="$word "
   done
@@ -100,24 +102,27 @@ pass_on() {
 
 # wait_for_all: 0 when all ended well; otherwise the status of the first that failed, after the others were stopped.
 wait_for_all() {
-  local i status=0 left=${#pids[@]} done=()
+  local i status=0 left=${#pids[@]} ended=() killer=""
   failed=""
   if [ -n "$dry_run" ]; then echo "wait"; return 0; fi
   while [ "$left" -gt 0 ]; do
     for i in "${!pids[@]}"; do
-      if [ -n "${done[$i]:-}" ] || kill -0 "${pids[$i]}" 2>/dev/null; then continue; fi
-      done[i]=1 left=$((left - 1))
+      if [ -n "${ended[$i]:-}" ] || kill -0 "${pids[$i]}" 2>/dev/null; then continue; fi
+      ended[i]=1 left=$((left - 1))
       local one=0
       wait "${pids[$i]}" || one=$?
       if [ "$one" != 0 ] && [ -z "$failed" ]; then
         failed=$i status=$one
         # What is wrong for one is wrong for all (2), and a save before the end (143) takes a moment: they end by themselves.
-        if [ "$one" = 2 ] || [ "$one" = 143 ] || [ -n "$interrupted" ]; then (sleep 60; kill -KILL "${pids[@]}" 2>/dev/null) &
-        else (sleep 3; kill -KILL "${pids[@]}" 2>/dev/null) & fi
+        local grace=3
+        if [ "$one" = 2 ] || [ "$one" = 143 ] || [ -n "$interrupted" ]; then grace=60; fi
+        (sleep "$grace"; kill -KILL "${pids[@]}" 2>/dev/null) > /dev/null 2>&1 &
+        killer=$!
       fi
     done
     sleep 0.2
   done
+  if [ -n "$killer" ]; then kill "$killer" 2>/dev/null || true; fi
   pids=()
   return "$status"
 }
