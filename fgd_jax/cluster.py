@@ -29,13 +29,13 @@ class Cluster(NamedTuple):
   Attributes:
     coordinator: "host:port" of process 0.
     processes: how many there are.
-    index: which one this is, from 0.
+    process: which one this is, from 0.
     local_devices: of this host's GPUs, those of this process; None for all.
   """
 
   coordinator: str
   processes: int
-  index: int
+  process: int
   local_devices: list[int] | None = None
 
 
@@ -101,7 +101,8 @@ def from_jax(environment: Mapping[str, str], seconds: float) -> Cluster | None:
   if not any(kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method):
     return None
   try:
-    address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(*[None] * 5, int(seconds))
+    address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, int(seconds))
   except Exception as e:  # metadata servers and name services fail in many ways
     raise StartError(f"The processes of this job could not be found out ({' '.join(str(e).split())}); set {', '.join(OURS)} "
                      "on every process.") from e
@@ -124,8 +125,8 @@ def roll_call(cluster: Cluster, about: Mapping[str, Any], seconds: float) -> Non
     StartError: processes that are missing, unequal or there twice; the same sentence in all that came.
   """
   until = time.monotonic() + seconds
-  message = {"process": cluster.index, "processes": cluster.processes, "host": socket.gethostname(), "about": dict(about)}
-  if cluster.index:
+  message = {"process": cluster.process, "processes": cluster.processes, "host": socket.gethostname(), "about": dict(about)}
+  if cluster.process:
     _call_in(cluster, message, until, seconds)
   else:
     _answer(cluster, message, until, seconds)
@@ -144,7 +145,7 @@ def _call_in(cluster: Cluster, message: Mapping[str, Any], until: float, seconds
   while True:
     left = until - time.monotonic()
     if left <= 0:
-      raise StartError(f"Process {cluster.index} of {cluster.processes} (host {message['host']}) got no answer from process "
+      raise StartError(f"Process {cluster.process} of {cluster.processes} (host {message['host']}) got no answer from process "
                        f"0 at {cluster.coordinator} within {seconds:.0f} s ({reason}); see that process 0 runs there and "
                        "that the port is open.")
     try:

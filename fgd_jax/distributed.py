@@ -58,9 +58,9 @@ def start(about: Mapping[str, Any], seconds: float) -> None:
   began = time.monotonic()
   cluster.roll_call(found, {**about, "jax": jax.__version__}, seconds)
   with Watch(seconds) as watch:
-    watch.at(f"Process {found.index} of {found.processes} found all others, but jax.distributed did not start with the "
+    watch.at(f"Process {found.process} of {found.processes} found all others, but jax.distributed did not start with the "
              f"coordinator {found.coordinator}")
-    jax.distributed.initialize(found.coordinator, found.processes, found.index, found.local_devices,
+    jax.distributed.initialize(found.coordinator, found.processes, found.process, found.local_devices,
                                cluster_detection_method="deactivate", initialization_timeout=int(seconds) + 60,
                                heartbeat_timeout_seconds=HEARTBEAT)
   if "experimental_orbax_use_distributed_barrier" in flags.FLAGS:  # orbax's barriers on the devices have no time limit

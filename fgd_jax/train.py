@@ -152,7 +152,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
         refuse_non_finite(all_finite(state), done * config.inner_steps)
         checkpoints.save(state, iterator)
       if stop:
-        raise PreemptedError(f"Told to stop (SIGTERM) after round {done}; the same command goes on from the last checkpoint.")
+        raise PreemptedError(f"Told to stop (SIGTERM) after round {done}; the same command goes on from the last save.")
       batches = round_fn.from_local(next(iterator))
       measured = due(done + 1, config.measure_every, config.rounds)
       with jax.profiler.StepTraceAnnotation("round", step_num=done + 1):

@@ -37,7 +37,7 @@ def main() -> None:
   parser.add_argument("--spot", action="store_true")
   parser.add_argument("--bucket", default="", help="Cloud Storage bucket that is mounted (needs --service-account)")
   parser.add_argument("--service-account", default="default")
-  parser.add_argument("--claim", default="", help="PersistentVolumeClaim that is mounted instead of a bucket (ReadWriteMany)")
+  parser.add_argument("--claim", default="", help="PersistentVolumeClaim (ReadWriteMany) instead of a bucket")
   parser.add_argument("--mount", default="/runs", help="where it is mounted")
   parser.add_argument("command", nargs="+", help="after --")
   args = parser.parse_args()

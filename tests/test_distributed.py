@@ -284,7 +284,8 @@ def test_what_only_one_process_knows_stops_both_with_its_sentence(tmp_path):
   code = ("import sys\nfrom fgd_jax import data, train\n"
           "def load(*a):\n  raise FileNotFoundError('data.path=/mnt/text is not there on this host')\n"
           "data.load = load\nfrom fgd_jax.default_config import get_config\n"
-          "try:\n  train.train(get_config(sys.argv[1]), sys.argv[2])\nexcept FileNotFoundError as e:\n  sys.exit(f'own: {e}')")
+          "try:\n  train.train(get_config(sys.argv[1]), sys.argv[2])\n"
+          "except FileNotFoundError as e:\n  sys.exit(f'own: {e}')")
   first = start(str(tmp_path / "w"), 0, port, cache=cache)
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
       "JAX_ENABLE_X64": "1", "PYTHONPATH": ROOT, "FGD_COORDINATOR": f"localhost:{port}", "FGD_NUM_PROCESSES": "2",
