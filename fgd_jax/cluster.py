@@ -145,8 +145,8 @@ def _call_in(cluster: Cluster, message: Mapping[str, Any], until: float, seconds
   while True:
     left = until - time.monotonic()
     if left <= 0:
-      raise StartError(f"Process {cluster.process} of {cluster.processes} (host {message['host']}) got no answer from process "
-                       f"0 at {cluster.coordinator} within {seconds:.0f} s ({reason}); see that process 0 runs there and "
+      raise StartError(f"Process {cluster.process} of {cluster.processes} (host {message['host']}) got no answer from "
+                       f"process 0 at {cluster.coordinator} within {seconds:.0f} s ({reason}); see that it runs there and "
                        "that the port is open.")
     try:
       with socket.create_connection((host, port), timeout=min(left, 10)) as s:
