@@ -1,9 +1,9 @@
 """Compute utilisation on a real slow network, beside the simulator's. launch/local_wan.sh starts several of these processes.
 
-Every process is one worker. First a mean and a swap of the parameters are timed, in the form in which training exchanges
-them; they calibrate the simulator. Then each method trains some rounds with the host form of overlap. Its utilisation is the
-time of its inner steps divided by the time that passed, averaged over workers and over the rounds after the first; the
-simulator is given the measured time of an inner step of each worker.
+Every process is one worker. First a mean and a swap of the parameters are timed, by rounds of DiLoCo and of pairs in which
+all workers begin to exchange at the same moment; they calibrate the simulator. Then each method trains some rounds with the
+host form of overlap. Its utilisation is the time of its inner steps divided by the time that passed, averaged over workers,
+over the rounds after the first; the simulator is given the measured time of an inner step of each worker.
 
 Process 0 prints a table, and writes everything to WORKDIR/local_wan.json.
 """
@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec
 
 import fgd_jax as fgd
 from fgd_jax import config as configs
@@ -58,9 +55,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
   """Calibration and all methods; the same in every process."""
   path, _, settings = args.config.partition(":")
   config = lambda method: load_config(f"{path}:method={method},overlap.form=host" + (f",{settings}" if settings else ""))
+  calibration = {"mean": config("diloco"), "swap": config("fgd,method.mix1=identity,method.mix2=random_pairs")}
   runs = {name: config(name) for name in args.methods.split(",")}
   first = next(iter(runs.values()))
-  for c in runs.values():
+  for c in (*runs.values(), *calibration.values()):
     configs.validate(c)
   distributed.start({"config": args.config, "methods": args.methods, "rounds": args.rounds}, first.limits.start)
   configs.set_cpu_devices(first, distributed.count())
@@ -71,7 +69,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     corpus = data.load(first.data, first.seq_len, first.seed)
     model = models.make(configs.make_model_config(first, corpus.vocab_size))
     params = jax.jit(model.init)(jax.random.key(first.seed))
-    seconds = calibrate(params, workers)
+    seconds = {kind: calibrate(c, model, params, corpus, workers) for kind, c in calibration.items()}
     results = {}
     for name, c in runs.items():
       watch.at(f"The rounds of {name} did not end")
@@ -84,49 +82,62 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
               name: {k: v for k, v in r.items() if k != "plan"} for name, r in results.items()}}
 
 
-def calibrate(params: Any, workers: fgd.Workers, repeats: int = 3) -> dict[str, float]:
-  """Median seconds of a mean over all workers and of a swap between pairs, of a tree like the parameters."""
-  stack = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (workers.count, *x.shape)), params)
-  stack = workers.put(stack, workers.stacked())
-  pairs = [(i, i ^ 1) for i in range(workers.count // 2 * 2)]
+class Trainer:
+  """Rounds of one method.
 
-  def seconds(exchange: Callable) -> float:
-    f = jax.jit(jax.shard_map(lambda tree: jax.tree.map(exchange, tree), mesh=workers.mesh, in_specs=PartitionSpec("worker"),
-                              out_specs=PartitionSpec("worker"), check_vma=False))
-    times = []
-    for _ in range(repeats + 1):
+  Args:
+    rounds: for which batches are read before the first.
+  """
+
+  def __init__(self, config: Any, model: Any, params: Any, corpus: data.Corpus, workers: fgd.Workers, rounds: int):
+    init, self.round_fn = fgd.build_round(configs.make_method(config), model.loss, configs.make_inner_optimizer(config),
+                                          workers=workers, seed=config.seed, overlap="host")
+    of_rounds = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed,
+                                   only=workers.local)
+    self.batches = [self.round_fn.from_local(of_rounds[r]) for r in range(rounds)]
+    self.state = init(params)
+    self.programs = self.round_fn.compile(self.state, self.batches[0], measured=(False,)).values()
+
+  def round(self, r: int) -> tuple[jax.Array, dict[str, float]]:
+    """Loss [M, H] and timeline of the next round."""
+    self.state, metrics = self.round_fn(self.state, self.batches[r], measured=False)
+    return metrics["loss"], max((p.timeline for p in self.programs), key=lambda t: t.get("begin", 0.0))
+
+
+def calibrate(config: Any, model: Any, params: Any, corpus: data.Corpus, workers: fgd.Workers, repeats: int = 3) -> float:
+  """Median seconds of a method's blocking exchange of the parameters when nobody is late."""
+  trainer, times = Trainer(config, model, params, corpus, workers, repeats + 1), []
+
+  def timed(land: Callable) -> Callable:
+    def together(*args):
       distributed.together("calibration", lambda: None, 600)
       began = time.monotonic()
-      jax.block_until_ready(f(stack))
+      out = jax.block_until_ready(land(*args))
       times.append(time.monotonic() - began)
-    return statistics.median(times[1:])
+      return out
+    return together
 
-  own = np.array([seconds(lambda x: lax.psum(x, "worker")), seconds(lambda x: lax.ppermute(x, "worker", pairs))])
-  mean, swap = (float(x) for x in np.median(multihost_utils.process_allgather(own), axis=0))
-  return {"mean": mean, "swap": swap}
+  for program in trainer.programs:
+    program.land = timed(program.land)
+  for r in range(repeats + 1):
+    trainer.round(r)
+  return float(np.median(multihost_utils.process_allgather(np.array(times[1:]))))
 
 
 def train(config: Any, model: Any, params: Any, corpus: data.Corpus, workers: fgd.Workers, rounds: int) -> dict[str, Any]:
   """Some rounds of a method: times and losses."""
-  init, round_fn = fgd.build_round(configs.make_method(config), model.loss, configs.make_inner_optimizer(config),
-                                   workers=workers, seed=config.seed, overlap="host")
-  of_rounds = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed,
-                                 only=workers.local)
-  batches = [round_fn.from_local(of_rounds[r]) for r in range(rounds + 1)]
-  state = init(params)
-  programs = round_fn.compile(state, batches[0], measured=(False,))
-  timelines, losses = [], []
-  for r, batch in enumerate(batches):
+  trainer, timelines, losses = Trainer(config, model, params, corpus, workers, rounds + 1), [], []
+  for r in range(rounds + 1):
     if r == 1:
       distributed.together("the first round", lambda: None, 600)
-    state, metrics = round_fn(state, batch, measured=False)
-    timelines.append(max((p.timeline for p in programs.values()), key=lambda t: t.get("begin", 0.0)))
-    losses.append(metrics["loss"])
+    loss, timeline = trainer.round(r)
+    losses.append(loss)
+    timelines.append(timeline)
   timed = timelines[1:]
   own = [sum(t["inner_done"] - t["begin"] for t in timed), timed[-1]["land_done"] - timed[0]["begin"]]
   inner, elapsed = np.asarray(multihost_utils.process_allgather(np.array(own))).reshape(-1, 2).T
   loss = [float(np.mean(multihost_utils.process_allgather(x, tiled=True))) for x in losses]
-  overlapped, blocking = round_fn.traffic(state.params, batches[0])
+  overlapped, blocking = trainer.round_fn.traffic(trainer.state.params, trainer.batches[0])
   return {"measured_utilization": float(np.mean(inner / elapsed)), "round_seconds": float(np.mean(elapsed)) / rounds,
           "compute_seconds": float(np.mean(inner)) / rounds, "worker_compute_seconds": [float(x) / rounds for x in inner],
           "bytes_overlapped": overlapped, "bytes_blocking": blocking, "first_loss": loss[0], "last_loss": loss[-1],
