@@ -429,6 +429,12 @@ def main(argv: list[str]) -> None:
       raise
     logging.error("%s", " ".join(str(e).split()))
     raise SystemExit(2) from e
+  except jax.errors.JaxRuntimeError as e:
+    if distributed.count() == 1:
+      raise
+    logging.error("Process %d ends: %s. Another process has probably died; see its log. The same command goes on from the "
+                  "last checkpoint.", distributed.index(), str(e).strip().splitlines()[0][:300])
+    raise SystemExit(1) from e
   except KeyboardInterrupt as e:
     logging.error("Interrupted; the same command continues from the last checkpoint in %s.", flags.FLAGS.workdir)
     raise SystemExit(130) from e

@@ -170,6 +170,24 @@ def test_what_takes_too_long_ends_the_process_with_a_sentence():
   assert done.stderr.strip() == "Round 7 did not end within 0 s; this process ends."
 
 
+def test_an_all_reduce_that_a_process_never_joins_has_a_time_limit():
+  """Process 1 is there and hangs: process 0 names the mesh axis and ends."""
+  code = ("import sys, time, jax\nfrom fgd_jax import distributed\ndistributed.start({}, 60)\n"
+          "mesh = jax.make_mesh((2,), ('worker',))\n"
+          "if distributed.index():\n  distributed.together('preflight', lambda: None, 60)\n  time.sleep(60)\n"
+          "distributed.preflight(mesh, 3)")
+  port = free_port()
+  pair = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, env={
+      **os.environ, "PYTHONPATH": ROOT, "XLA_FLAGS": "", "FGD_COORDINATOR": f"localhost:{port}", "FGD_NUM_PROCESSES": "2",
+      "FGD_PROCESS_ID": str(i)}) for i in range(2)]
+  code, errors = end(pair[0])
+  pair[1].kill()
+  pair[1].communicate()
+  assert code == distributed.STALLED, errors
+  assert "all-reduce over the mesh axis 'worker' (2 positions, processes [0, 1]) did not end" in errors
+  assert "within 3 s" in errors and "reach each other on all ports" in errors
+
+
 def test_preflight_adds_up_over_every_axis():
   mesh = jax.make_mesh((4, 2), ("worker", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   distributed.preflight(mesh, 60)  # raises where a sum is wrong
