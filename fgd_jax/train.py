@@ -35,7 +35,7 @@ from fgd_jax import config as configs
 from fgd_jax.checkpoint import Checkpoints, refuse_other_config
 from fgd_jax.report import curves
 from fgd_jax.round import State
-from fgd_jax.runlog import RunLog, read_lines, show_own_logs
+from fgd_jax.runlog import NoLog, RunLog, read_lines, show_own_logs
 
 PyTree = Any
 LOCK_FILE = ".lock"
@@ -135,7 +135,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
     report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
   all_tokens = (start * tokens_per_round, config.rounds * tokens_per_round)
-  log = RunLog(workdir, start, all_tokens) if distributed.leader() else None
+  log = RunLog(workdir, start, all_tokens) if distributed.leader() else NoLog()
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
@@ -169,8 +169,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
     checkpoints.save(state, iterator)
   finally:
     profile.close()
-    if log is not None:
-      log.close()
+    log.close()
     checkpoints.close()
 
   # --- summary -------------------------------------------------------------------------------------------------------
@@ -333,8 +332,8 @@ def last_value(records: list[dict[str, Any]], key: str) -> Any:
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def flush(pending: dict[str, Any] | None, log: RunLog | None, config: ConfigDict) -> None:
-  """Reads a round's metrics from the device (waiting for it) and writes its record, if this process logs."""
+def flush(pending: dict[str, Any] | None, log: RunLog | NoLog, config: ConfigDict) -> None:
+  """Reads a round's metrics from the device (waiting for it) and writes its record."""
   if pending is None:
     return
   record, metrics = pending["record"], jax.device_get(pending["metrics"])
@@ -344,8 +343,6 @@ def flush(pending: dict[str, Any] | None, log: RunLog | None, config: ConfigDict
     step = record["step"] - config.inner_steps + h + 1
     raise NonFiniteError(f"Worker {worker} has loss {loss_MxH[worker, h]} at step {step} (round {record['round']}). "
                          + ADVICE)
-  if log is None:
-    return
   record["train_loss"] = float(loss_MxH[np.arange(config.inner_steps) < np.asarray(pending["taken"])[:, None]].mean())
   if "consensus_inner" in metrics:
     record["consensus_l2"] = math.sqrt(metrics["consensus_inner"])
