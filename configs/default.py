@@ -26,8 +26,13 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.measure_sequences = 4          # held-out sequences on which the JS distance is measured
   c.checkpoint_every = 20          # rounds between checkpoints (0: only at the end)
   c.checkpoint_keep = 2            # checkpoints that are kept
-  c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: what the mesh needs, with as many positions as cores
+  c.cpu_devices = placeholder(int)  # virtual devices of a process on CPU; None: what the mesh needs, with as many positions
+                                   # as cores, or one for each process where there are several
   c.allow_cpu = True               # False: stop instead of training on CPU when no accelerator is found
+
+  c.limits = config_dict.ConfigDict()  # seconds that several processes wait for each other before they end with a sentence
+  c.limits.start = 300.0           # until all are there, agree and have made their first all-reduce
+  c.limits.stall = 7200.0          # for a compilation, a round, an evaluation or a save (0: for ever)
 
   c.mesh = config_dict.ConfigDict()
   c.mesh.worker = placeholder(int)  # device positions of the workers, as many in each slice; None: as many as fit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -67,9 +68,8 @@ class Checkpoints:
     try:
       saved = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]
       refuse_other_config(self._config, saved, f"the checkpoint of round {step}")
-      restored = self._manager.restore(step, args=ocp.args.Composite(
-          state=ocp.args.StandardRestore(target),
-          data=grain.checkpoint.CheckpointRestore(data)))  # type: ignore[attr-defined]
+      restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+      _restore_position(self._manager.directory / str(step) / "data", data)
     except ConfigMismatchError:
       raise
     except Exception as e:  # orbax and tensorstore raise what they please for damaged files
@@ -81,6 +81,16 @@ class Checkpoints:
     """Waits for saves in flight; raises what they raised."""
     self._manager.wait_until_finished()
     self._manager.close()
+
+
+def _restore_position(folder: Any, data: Any) -> None:
+  """Moves the iterator to a saved position, which is the same for all processes: any number of them may go on from it.
+
+  grain's own restore insists on the number of processes that saved.
+  """
+  (first,) = (path for path in folder.iterdir() if path.name.startswith("process_0-of-"))
+  data.set_state(json.loads(first.read_text()))
+  data.start_prefetch()
 
 
 def _unreadable(folder: Any, step: int, error: Exception) -> str:

@@ -23,7 +23,7 @@ from fgd_jax.models import LlamaConfig
 from fgd_jax.workers import Workers
 
 # Keys that a resumed run may change: they do not change what is computed.
-FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile")
+FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile", "limits.start", "limits.stall")
 
 
 def flat(config: ConfigDict) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def validate(config: ConfigDict) -> None:
     if values[key] < 1:
       raise ValueError(f"{key}={values[key]} must be at least 1.")
   for key in ("eval_every", "measure_every", "checkpoint_every", "seed", "inner.warmup_steps", "inner.weight_decay",
-              "inner.clip"):
+              "inner.clip", "limits.stall"):
     if values[key] < 0:
       raise ValueError(f"{key}={values[key]} must not be negative.")
   for key, value in values.items():
@@ -108,6 +108,8 @@ def validate(config: ConfigDict) -> None:
   for key in ("mesh.worker", "cpu_devices", "model.vocab_size"):
     if values[key] is not None and values[key] < 1:
       raise ValueError(f"{key}={values[key]} must be at least 1, or None.")
+  if config.limits.start <= 0:
+    raise ValueError(f"limits.start={config.limits.start} must be above 0 seconds.")
   if config.measure_every and config.measure_sequences > config.eval_batches * config.eval_batch_size:
     raise ValueError(f"measure_sequences={config.measure_sequences} exceeds the eval_batches x eval_batch_size = "
                      f"{config.eval_batches * config.eval_batch_size} held-out sequences; lower it.")
@@ -294,16 +296,24 @@ def make_model_config(config: ConfigDict, vocab_size: int) -> LlamaConfig:
   return LlamaConfig(**options)
 
 
-def set_cpu_devices(config: ConfigDict) -> None:
-  """Asks for virtual CPU devices, before the first use of jax's devices; without effect where they were set already."""
+def set_cpu_devices(config: ConfigDict, processes: int = 1) -> None:
+  """Asks for virtual CPU devices, before the first use of jax's devices; without effect where they were set already.
+
+  Raises:
+    ValueError: a mesh that cannot be divided evenly among the processes.
+  """
   count = config.cpu_devices
   mix1 = make_method(config).bind(config.workers, config.seed).overlapped
-  if count is None and mix1 is not None and mix1.varying:
+  if count is None and (processes > 1 or (mix1 is not None and mix1.varying)):
     count = 1  # a mesh needs an executable for each permutation of Mix1, and on CPU nothing is gained by it
   elif count is None:
     count = max(n for n in range(1, min(os.cpu_count() or 1, config.workers) + 1) if config.workers % n == 0)
   if config.cpu_devices is None:
-    count = (config.mesh.worker or count) * config.mesh.fsdp * config.mesh.tensor
+    total = (config.mesh.worker or count * processes) * config.mesh.fsdp * config.mesh.tensor
+    if total % processes and "cpu" in (jax.config.jax_platforms or "cpu"):  # type: ignore[attr-defined]
+      raise ValueError(f"A mesh of {total} devices (mesh.worker x mesh.fsdp x mesh.tensor) cannot be divided evenly among "
+                       f"{processes} processes; change the mesh or the number of processes.")
+    count = total // processes
   if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     try:
       jax.config.update("jax_num_cpu_devices", count)
@@ -337,12 +347,17 @@ def make_workers(config: ConfigDict, devices: Sequence[Any] | None = None) -> Wo
   if positions is None:
     fitting = min(len(part) for part in parts) // inside * len(parts)
     positions = max((n for n in range(len(parts), fitting + 1, len(parts)) if config.workers % n == 0), default=len(parts))
-  if ours and positions * inside == 1:
+  processes = {d.process_index for d in devices} if ours else {0}
+  if len(processes) == 1 and ours and positions * inside == 1:
     return Workers(config.workers)
   try:
     mesh = sharding.make_mesh(devices, positions, config.mesh.fsdp, config.mesh.tensor)
   except ValueError as e:
     raise ValueError(f"mesh: {e}") from e
+  if ours and (idle := sorted(processes - {d.process_index for d in mesh.devices.flat})):
+    raise ValueError(f"workers={config.workers} on {len(processes)} processes: a mesh of {positions} positions with "
+                     f"{inside} devices each leaves process {idle[0]} without a part; make workers a multiple of "
+                     f"{len(processes)}, or start fewer processes.")
   return Workers(config.workers, mesh)
 
 

@@ -40,6 +40,8 @@ class HostRound:
     self.timeline: dict[str, float] = {}
 
   def __call__(self, z, inner_opt_state, ms, batches, scalars):
+    if jax.process_count() > 1:  # what was launched before (an evaluation) may hold collectives, and runs in the background
+      jax.block_until_ready(jax.live_arrays())
     self.timeline = {"begin": time.monotonic()}
     raw = _communication().submit(self._timed, "mix1_done", self.start, z, ms, scalars) if self.start else None
     w, inner_opt_state, metrics = self._timed("inner_done", self.inner, z, inner_opt_state, batches, scalars)

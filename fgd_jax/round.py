@@ -257,6 +257,10 @@ class Round:
     metrics["bytes_overlapped"], metrics["bytes_blocking"] = self.traffic(state.params, batches)
     return State(z, inner_opt_state, ms, np.int32(r + 1)), metrics
 
+  def from_local(self, batches: PyTree) -> PyTree:
+    """`batches` for a round from leaves [len(workers.local), H, ...] that hold only this process's workers."""
+    return self._workers.from_local(batches, self._batch_sharding())
+
   def compile(self, state: State, batches: PyTree, measured: Sequence[bool] = (False, True)) -> dict[Any, Any]:
     """Compiles every executable that rounds on these shapes can need, once; returns them by (measured, permutation).
 

@@ -82,6 +82,22 @@ class RunLog:
     self._file.close()
 
 
+class NoLog:
+  """In place of RunLog in processes that leave the records to another one."""
+
+  def speed(self, tokens: int) -> None:
+    return None
+
+  def write(self, record: dict[str, Any]) -> None:
+    pass
+
+  def events(self, events: list[dict[str, Any]]) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
+
 def read_lines(path: str) -> list[dict[str, Any]]:
   """The records of a metrics.jsonl; a torn last line (the machine went down) is left out.
 

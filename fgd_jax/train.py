@@ -3,6 +3,8 @@
     python -m fgd_jax.train --config=configs/quickstart.py --workdir=runs/quickstart [--config.rounds=300]
 
 Started again with the same command, a run that was stopped anywhere goes on where its last checkpoint was, bit for bit.
+Several processes (launch/README.md) train one run together: each reads its own workers' data, all write checkpoints, and the
+first one logs.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import math
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,14 +30,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
 import fgd_jax as fgd
-from fgd_jax import aot, data, faults, measure, models, sharding
+from fgd_jax import aot, data, distributed, faults, measure, models, sharding
 from fgd_jax import config as configs
 from fgd_jax.checkpoint import Checkpoints, refuse_other_config
 from fgd_jax.methods.base import finite_rows
 from fgd_jax.quarantine import CAUSES
 from fgd_jax.report import curves
 from fgd_jax.round import State
-from fgd_jax.runlog import RunLog, read_lines, show_own_logs
+from fgd_jax.runlog import NoLog, RunLog, read_lines, show_own_logs
 
 PyTree = Any
 LOCK_FILE = ".lock"
@@ -46,30 +49,46 @@ class NonFiniteError(RuntimeError):
   """The loss or the state of a worker is no longer finite."""
 
 
+class PreemptedError(RuntimeError):
+  """A process was told to stop (SIGTERM); the state is saved."""
+
+
 def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   """Runs `config` in the folder `workdir` to its last round, resuming what is there; returns the summary.
 
   Raises:
     ValueError, FileNotFoundError: what cannot work, in one sentence, before the first round.
     NonFiniteError: a non-finite loss or state, naming worker and step; nothing is saved over the last good checkpoint.
+    PeerError: another process of the run stopped or did not come.
+    PreemptedError: with several processes, after SIGTERM to one of them and a save.
   """
   configs.validate(config)
-  with claimed(workdir):
-    return _train(config, workdir)
+  distributed.start(configs.flat(config), config.limits.start)
+  with contextlib.ExitStack() as stack:
+    distributed.by_leader("claiming the run's folder", lambda: stack.enter_context(claimed(workdir)), config.limits.start)
+    distributed.shared_folder(workdir)
+    watch = stack.enter_context(distributed.Watch(config.limits.stall if distributed.count() > 1 else 0))
+    return _train(config, workdir, watch)
 
 
-def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
-  summary = recognise_run(config, workdir)
+def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[str, Any]:
+  limit = config.limits.start
+  summary = distributed.by_leader("looking at the run's folder", lambda: recognise_run(config, workdir), limit)
   if summary is not None:
     logging.info("The run in %s is finished (%d rounds, held-out loss %.4f); nothing to do. For a longer run choose "
                  "another --workdir.", workdir, summary["rounds"], summary["eval_loss"])
     return summary
 
   # --- data, model, method -------------------------------------------------------------------------------------------
-  configs.set_cpu_devices(config)
+  configs.set_cpu_devices(config, distributed.count())
+  distributed.together("the devices", distributed.refuse_silent_cpu, limit)
   workers = configs.make_workers(config)
-  corpus = data.load(config.data, config.seq_len, config.seed)
-  rounds_of_data = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed)
+  distributed.preflight(workers.mesh, limit)
+  corpus = distributed.together(
+      "the training data", lambda: data.load(config.data, config.seq_len, config.seed), limit,
+      same=lambda c: {"sequences": len(c.train), "held out": len(c.heldout), "unigram loss": repr(c.unigram_loss)})
+  rounds_of_data = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed,
+                                      only=workers.local)
   heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
   probe = jnp.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
@@ -83,13 +102,15 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
   iterator = iter(rounds_of_data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+  watch.at("The checkpoints were not opened and restored")
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), config.checkpoint_keep, config)
   if checkpoints.latest() is None:
     state = init(jax.jit(model.init)(jax.random.key(config.seed)))
   else:
     state = checkpoints.restore(round_fn.abstract_state(params_shape), iterator)
     logging.info("Resuming at round %d of %d.", state.round, config.rounds)
-  write_config(config, workdir)
+  if distributed.leader():
+    write_config(config, workdir)
   first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
                                            jnp.int32))
   troubles = faults.simulate(config, round_fn, state.params, {"tokens": first}) if faults.wanted(config) else None
@@ -109,16 +130,17 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     logging.warning("%s", plan.warning)
   logging.info("Compiling (half a minute or more on two cores) ...")
   began = time.time()
+  watch.at("Compiling and the first evaluation did not end")
   executables = round_fn.compile(state, {"tokens": first}, measured=(False, True) if config.measure_every else (False,))
   evaluate = make_evaluation(model.loss, heldout, workers)
   before = evaluate(round_fn.eval_params(state), state.params)
-  all_finite = jax.jit(lambda state: finite_rows(state[:3]))
+  all_finite = jax.jit(lambda state: finite_rows(state[:3]), out_shardings=workers.replicated())
   logging.info("Compiled %d executable(s) for the rounds in %.1f s; held-out loss is %.3f now.", len(executables),
                time.time() - began, before["eval_loss"])
-  if workers.platform != "cpu" and plan.form != "none":
+  if workers.platform != "cpu" and plan.form != "none" and distributed.leader():
     report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
-  log = RunLog(workdir, start, (int(tokens[start]), int(tokens[-1])))
+  log = RunLog(workdir, start, (int(tokens[start]), int(tokens[-1]))) if distributed.leader() else NoLog()
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
@@ -126,13 +148,17 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   try:
     while int(state.round) < config.rounds:
       done = int(state.round)
+      watch.at(f"Round {done} did not end")
       profile.at(done + 1, state)
-      if done > start and config.checkpoint_every and done % config.checkpoint_every == 0:
+      stop = distributed.preempted(done)
+      if done > start and (stop or config.checkpoint_every and done % config.checkpoint_every == 0):
         flush(pending, log, config)
         pending = None
         refuse_non_finite(all_finite(state), done * config.inner_steps)
         checkpoints.save(state, iterator)
-      batches = next(iterator)
+      if stop:
+        raise PreemptedError(f"Told to stop (SIGTERM) after round {done}; the same command goes on from the last save.")
+      batches = round_fn.from_local(next(iterator))
       measured = due(done + 1, config.measure_every, config.rounds)
       alive = links = None
       if troubles is not None:
@@ -143,6 +169,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
         state, metrics = round_fn(state, batches, alive=alive, measured=measured, links=links)
       if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
         metrics |= evaluate(round_fn.eval_params(state, alive), state.params, alive)
+      metrics = workers.everywhere(metrics)
       record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": int(tokens[done + 1])}
       if troubles is not None:
         record |= troubles.record(done)
@@ -160,9 +187,9 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     checkpoints.close()
 
   # --- summary -------------------------------------------------------------------------------------------------------
-  summary = summarise(config, workdir, {
-      "parameters": models.count_params(params_shape), "unigram_loss": corpus.unigram_loss,
-      "train_tokens_available": corpus.train_tokens, "placement": repr(workers)})
+  facts = {"parameters": models.count_params(params_shape), "unigram_loss": corpus.unigram_loss,
+           "train_tokens_available": corpus.train_tokens, "placement": repr(workers), "processes": distributed.count()}
+  summary = distributed.by_leader("the summary", lambda: summarise(config, workdir, facts), limit)
   logging.info("Done: held-out loss %.4f (unigram %.4f). Figures in %s, plot in %s.", summary["eval_loss"],
                summary["unigram_loss"], os.path.join(workdir, "summary.json"), os.path.join(workdir, curves.FILE_NAME))
   return summary
@@ -230,8 +257,8 @@ def claimed(workdir: str) -> Iterator[None]:
   """
   os.makedirs(workdir, exist_ok=True)
   if not os.path.exists(os.path.join(workdir, "config.json")):
-    ours = {"checkpoints", "tensorboard", "profile", "metrics.jsonl", "events.jsonl", "summary.json", curves.FILE_NAME,
-            LOCK_FILE}
+    ours = {"checkpoints", "tensorboard", "profile", "logs", "metrics.jsonl", "events.jsonl", "summary.json",
+            curves.FILE_NAME, LOCK_FILE}
     if strangers := sorted(set(os.listdir(workdir)) - ours):
       raise ValueError(f"--workdir={workdir} holds {strangers[0]!r} and no config.json; choose an empty or new folder.")
   with open(os.path.join(workdir, LOCK_FILE), "w") as lock:
@@ -321,7 +348,7 @@ def last_value(records: list[dict[str, Any]], key: str) -> Any:
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def flush(pending: dict[str, Any] | None, log: RunLog, config: ConfigDict) -> None:
+def flush(pending: dict[str, Any] | None, log: RunLog | NoLog, config: ConfigDict) -> None:
   """Reads a round's metrics from the device (waiting for it) and writes its record."""
   if pending is None:
     return
@@ -401,14 +428,17 @@ def make_evaluation(loss: Callable, heldout_NxBxL: np.ndarray, workers: fgd.Work
   sharding = workers.replicated()
   if workers.mesh is not None and heldout_NxBxL.shape[1] % workers.placement.devices == 0:
     sharding = NamedSharding(workers.mesh, PartitionSpec(None, "worker"))
-  batches = jax.device_put(heldout_NxBxL, sharding)
+  batches = workers.put(heldout_NxBxL, sharding)
   mean_loss = lambda params, tokens: jnp.mean(jax.lax.map(lambda b: loss(params, {"tokens": b}, None), tokens))
-  one = jax.jit(mean_loss)
-  each = jax.jit(workers.spmd(lambda stack, tokens: workers.each(
-      lambda params: mean_loss(params, tokens), stack, how="map"), stacks=1))
+  one = jax.jit(mean_loss, out_shardings=workers.replicated())
+  each = workers.spmd(lambda stack, tokens: workers.each(
+      lambda params: mean_loss(params, tokens), stack, how="map"), stacks=1)
+  average = jax.jit(lambda stack, tokens, alive: jnp.mean(each(stack, tokens), where=alive),
+                    out_shardings=workers.replicated())
 
   def evaluate(mean: PyTree, stack: PyTree, alive: Any = None) -> dict[str, Any]:
-    return {"eval_loss": one(mean, batches), "eval_loss_workers": jnp.mean(each(stack, batches), where=alive)}
+    alive = np.ones(workers.count, bool) if alive is None else alive
+    return {"eval_loss": one(mean, batches), "eval_loss_workers": average(stack, batches, alive)}
 
   return evaluate
 
@@ -424,11 +454,22 @@ def main(argv: list[str]) -> None:
   show_own_logs()
   try:
     train(flags.FLAGS.config, flags.FLAGS.workdir)
-  except (ValueError, OSError, NonFiniteError) as e:
+    distributed.finish()
+  except PreemptedError as e:
+    logging.warning("%s", e)
+    distributed.finish()
+    raise SystemExit(128 + signal.SIGTERM) from e
+  except (ValueError, OSError, NonFiniteError, distributed.PeerError) as e:
     if os.environ.get("FGD_JAX_TRACEBACK"):
       raise
     logging.error("%s", " ".join(str(e).split()))
     raise SystemExit(2) from e
+  except jax.errors.JaxRuntimeError as e:
+    if distributed.count() == 1:
+      raise
+    logging.error("Process %d ends: %s. Another process has probably died; see its log. The same command goes on from the "
+                  "last checkpoint.", distributed.index(), str(e).strip().splitlines()[0][:300])
+    raise SystemExit(1) from e
   except KeyboardInterrupt as e:
     logging.error("Interrupted; the same command continues from the last checkpoint in %s.", flags.FLAGS.workdir)
     raise SystemExit(130) from e

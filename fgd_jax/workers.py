@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,16 @@ class Workers:
     by_position = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(WORKER_AXIS), 0)
     return [slice_of(d) for d in by_position.reshape(self.placement.devices, -1)[:, 0]]
 
+  @property
+  def local(self) -> list[int]:
+    """The workers of which this process holds at least a part, ascending: it needs only their batches."""
+    if self.mesh is None:
+      return list(range(self.count))
+    by_position = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(WORKER_AXIS), 0)
+    here = [any(d.process_index == jax.process_index() for d in position)
+            for position in by_position.reshape(self.placement.devices, -1)]
+    return [m for m in range(self.count) if here[m // self.placement.slots]]
+
   def stacked(self, spec: PartitionSpec = PartitionSpec()) -> jax.sharding.Sharding:
     """Sharding of an array [M, ...] whose remaining axes follow `spec`."""
     if self.mesh is None:
@@ -110,6 +121,33 @@ class Workers:
       return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(one, tree)
+
+  def from_local(self, tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
+    """Global arrays [M, ...] from host arrays that hold the rows of the workers `self.local` alone."""
+    local = self.local
+    if len(local) == self.count:
+      return self.put(tree, sharding)
+    row = {worker: i for i, worker in enumerate(local)}
+
+    def one(x):
+      def shard(index):
+        return x[([row[m] for m in range(self.count)[index[0]]], *index[1:])]
+      return jax.make_array_from_callback((self.count, *x.shape[1:]), sharding, shard)
+
+    return jax.tree.map(one, tree)
+
+  def everywhere(self, tree: PyTree) -> PyTree:
+    """Small arrays so that every process can read them whole; nothing happens where it can already."""
+    leaves, structure = jax.tree.flatten(tree)
+    apart = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)
+             and not (x.is_fully_addressable or x.is_fully_replicated)]
+    for i, x in zip(apart, self._gather([leaves[i] for i in apart]) if apart else ()):
+      leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+  @functools.cached_property
+  def _gather(self) -> Callable:
+    return jax.jit(lambda xs: xs, out_shardings=self.replicated())
 
   def spmd(self, body: Callable, stacks: int) -> Callable:
     """Runs `body` on every slot's local stack.

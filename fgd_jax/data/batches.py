@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -15,7 +16,8 @@ def worker_seed(seed: int, worker: int) -> int:
   return int(np.random.SeedSequence([seed % 2**64, worker]).generate_state(1)[0])
 
 
-def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, seed: int) -> grain.MapDataset:
+def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, seed: int,
+                  only: Sequence[int] | None = None) -> grain.MapDataset:
   """The batches of every round, by random access: element r depends on r and the arguments alone.
 
   Worker m owns the sequences m, m + M, m + 2M, ... and reads each once an epoch, in an order that is a function of
@@ -28,9 +30,10 @@ def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, s
     train: a source of int32 [seq_len + 1] (see sources.TokenSource; any object with len() and [i] will do).
     workers, inner_steps, batch_size: M, H and B.
     seed: any integer.
+    only: workers whose batches are read, in this order (those of one process); None: all.
 
   Returns:
-    A practically endless MapDataset of {"tokens": int32 [M, H, B, seq_len + 1]}.
+    A practically endless MapDataset of {"tokens": int32 [M, H, B, seq_len + 1]}, with `only` of [len(only), ...].
 
   Raises:
     ValueError: a size below 1, or a worker's share smaller than one batch.
@@ -44,17 +47,18 @@ def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, s
       f"workers={workers} leaves a worker {sequences // workers} of {sequences} training sequences, fewer than "
       f"batch_size={batch_size}; use fewer workers, a smaller batch_size or seq_len, or more text"
     )
+  owners = range(workers) if only is None else only
   orders = [
     grain.MapDataset.range(worker, sequences, workers)
     .shuffle(seed=worker_seed(seed, worker))
     .repeat()
     .batch(inner_steps * batch_size)
-    for worker in range(workers)
+    for worker in owners
   ]
 
   def assemble(ids_M: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
     tokens = gather(train, np.concatenate(ids_M))
-    return {"tokens": tokens.reshape(workers, inner_steps, batch_size, -1)}
+    return {"tokens": tokens.reshape(len(owners), inner_steps, batch_size, -1)}
 
   return grain.experimental.ZipMapDataset(orders).map(assemble)
 
