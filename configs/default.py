@@ -29,6 +29,9 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: what the mesh needs, with as many positions as cores
   c.allow_cpu = True               # False: stop instead of training on CPU when no accelerator is found
 
+  c.resume = config_dict.ConfigDict()
+  c.resume.workers = "mean"        # going on with another number of workers: all start at the mean | the first ones go on
+
   c.mesh = config_dict.ConfigDict()
   c.mesh.worker = placeholder(int)  # device positions of the workers, as many in each slice; None: as many as fit
   c.mesh.fsdp = 1                  # devices over which a worker's parameters and batch are sharded

@@ -22,8 +22,12 @@ from fgd_jax.mixing import path_of
 from fgd_jax.models import LlamaConfig
 from fgd_jax.workers import Workers
 
-# Keys that a resumed run may change: they do not change what is computed.
-FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile")
+# Keys that a resumed run may change: they do not change what is computed (the placement: but for rounding).
+FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile", "resume.workers", "mesh.worker", "mesh.fsdp",
+             "mesh.tensor", "cpu_devices", "overlap.form")
+# Keys that must fit the number of workers, so a run that goes on with another number may change them, too.
+WORKER_KEYS = ("workers", "worker_weights", "method.inner_steps", "method.group_size", "method.mix1", "method.mix2",
+               "method.topology")
 
 
 def flat(config: ConfigDict) -> dict[str, Any]:
@@ -35,6 +39,23 @@ def flat(config: ConfigDict) -> dict[str, Any]:
     else:
       out[key] = value
   return out
+
+
+def unflat(values: dict[str, Any]) -> ConfigDict:
+  """The config whose `flat` is `values`; keys that are newer than them have their defaults.
+
+  Raises:
+    ValueError: a key that does not exist (any more), or a value of another type.
+  """
+  config = default()
+  _refuse_unknown(list(values))
+  for key, value in values.items():
+    section, _, leaf = key.rpartition(".")
+    try:
+      (config[section] if section else config)[leaf] = value
+    except TypeError as e:
+      raise ValueError(f"{key}={value!r} is of the wrong type ({e}).") from e
+  return config
 
 
 def apply_variant(config: ConfigDict, arg: str | None) -> None:
@@ -118,6 +139,8 @@ def validate(config: ConfigDict) -> None:
   _check_inside_worker(config)
   if config.rounds * config.inner_steps >= 2**31:
     raise ValueError(f"rounds={config.rounds} x inner_steps={config.inner_steps} overflow the 32-bit step counter.")
+  if config.resume.workers not in ("mean", "first"):
+    raise ValueError(f"resume.workers={config.resume.workers!r} must be 'mean' or 'first'.")
   if config.inner.schedule not in ("cosine", "constant"):
     raise ValueError(f"inner.schedule={config.inner.schedule!r} must be 'cosine' or 'constant'.")
   if config.inner.lr <= 0:
@@ -134,6 +157,11 @@ def validate(config: ConfigDict) -> None:
   if method.inner_steps is not None and max(method.inner_steps) > config.inner_steps:
     raise ValueError(f"method.inner_steps={list(method.inner_steps)} exceeds inner_steps={config.inner_steps}, the steps of "
                      "a round; lower it.")
+
+
+def steps_of_workers(config: ConfigDict) -> list[int]:
+  """[M] inner steps that each worker takes in a round."""
+  return list(make_method(config).inner_steps or [config.inner_steps] * config.workers)
 
 
 def worker_weights(config: ConfigDict) -> list[float] | None:

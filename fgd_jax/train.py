@@ -2,7 +2,8 @@
 
     python -m fgd_jax.train --config=configs/quickstart.py --workdir=runs/quickstart [--config.rounds=300]
 
-Started again with the same command, a run that was stopped anywhere goes on where its last checkpoint was, bit for bit.
+Started again with the same command, a run that was stopped anywhere goes on where its last checkpoint was, bit for bit;
+with another mesh or number of workers it goes on as docs/resume.md says.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
 import fgd_jax as fgd
-from fgd_jax import aot, data, measure, models, sharding
+from fgd_jax import aot, data, measure, models, resize, sharding
 from fgd_jax import config as configs
-from fgd_jax.checkpoint import Checkpoints, refuse_other_config
+from fgd_jax.checkpoint import Checkpoints, Progress, refuse_other_config
 from fgd_jax.report import curves
 from fgd_jax.round import State
 from fgd_jax.runlog import RunLog, read_lines, show_own_logs
@@ -67,7 +68,6 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   configs.set_cpu_devices(config)
   workers = configs.make_workers(config)
   corpus = data.load(config.data, config.seq_len, config.seed)
-  rounds_of_data = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed)
   heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
   probe = jnp.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
@@ -79,17 +79,23 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
 
   # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
-  iterator = iter(rounds_of_data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), config.checkpoint_keep, config)
-  if checkpoints.latest() is None:
+  found = checkpoints.found()
+  if found is None:
     state = init(jax.jit(model.init)(jax.random.key(config.seed)))
-  else:
+    iterator = read_rounds(config, corpus, checkpoints.progress)
+  elif found[0].workers == config.workers:
+    checkpoints.progress = found[1]
+    iterator = read_rounds(config, corpus, checkpoints.progress)
     state = checkpoints.restore(round_fn.abstract_state(params_shape), iterator)
     logging.info("Resuming at round %d of %d.", state.round, config.rounds)
+  else:
+    state = restore_other_workers(config, found[0], checkpoints, round_fn, model, params_shape, workers)
+    checkpoints.progress = found[1].changed(int(state.round), config)
+    iterator = read_rounds(config, corpus, checkpoints.progress)
   write_config(config, workdir)
-  taken = round_fn.method.inner_steps or [config.inner_steps] * config.workers  # steps of each worker in a round
-  tokens_per_round = sum(taken) * config.batch_size * config.seq_len
-  start = int(state.round)
+  progress, taken, start = checkpoints.progress, configs.steps_of_workers(config), int(state.round)
+  tokens_per_round = progress.tokens_per_round
   logging.info("%s parameters, %s, method %s, %d x %s tokens a round on %s (%s).",
                f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
                f"{tokens_per_round:,}", workers.platform, f"unigram loss {corpus.unigram_loss:.3f}")
@@ -112,7 +118,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   if workers.platform != "cpu" and plan.form != "none":
     report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
-  log = RunLog(workdir, start, (start * tokens_per_round, config.rounds * tokens_per_round))
+  log = RunLog(workdir, start, (progress.tokens_at(start), progress.tokens_at(config.rounds)))
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
@@ -132,7 +138,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
         state, metrics = round_fn(state, batches, measured=measured)
       if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
         metrics |= evaluate(round_fn.eval_params(state), state.params)
-      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": (done + 1) * tokens_per_round}
+      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": progress.tokens_at(done + 1)}
       previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens_per_round, "taken": taken}
       flush(previous, log, config)
     flush(pending, log, config)
@@ -156,6 +162,33 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
 def due(rounds: int, every: int, last: int) -> bool:
   """Whether something done every `every` rounds (0: never) is done after `rounds` rounds; the last round counts."""
   return bool(every) and (rounds % every == 0 or rounds == last)
+
+
+def read_rounds(config: ConfigDict, corpus: data.Corpus, progress: Progress) -> Iterator[dict[str, np.ndarray]]:
+  """The batches of the rounds since the number of workers changed last; its position is part of checkpoints."""
+  rounds = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed,
+                              progress.earlier)
+  return iter(rounds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+
+
+def restore_other_workers(config: ConfigDict, saved: ConfigDict, checkpoints: Checkpoints, round_fn: fgd.Round,
+                          model: models.Model, params_shape: PyTree, workers: fgd.Workers) -> State:
+  """The newest checkpoint, of the number of workers in `saved`, as the state of the workers of `config`."""
+  _, as_saved = fgd.build_round(configs.make_method(saved), model.loss, configs.make_inner_optimizer(saved),
+                                workers=fgd.Workers(saved.workers), seed=saved.seed,
+                                worker_weights=configs.worker_weights(saved))
+  state = checkpoints.restore(resize.spread(as_saved.abstract_state(params_shape), workers))
+  state, kept = resize.resize(state, round_fn, config.resume.workers)
+  logging.warning("Resuming at round %d of %d with %d workers in place of %d (resume.workers=%s: %s); data are dealt anew, "
+                  "and no sequence is read twice in a pass.", state.round, config.rounds, config.workers, saved.workers,
+                  config.resume.workers, resize.describe(config.resume.workers, saved.workers, config.workers))
+  if not kept:
+    logging.warning("The state of method %s has other parts for these workers or options, so it starts afresh at the mean "
+                    "parameters.", config.method.name)
+  if config.method.name == "local":
+    logging.warning("Workers of method local never agreed, so their mean is a model that nobody trained; "
+                    "resume.workers=first keeps single models when workers leave.")
+  return state
 
 
 def report_overlap(executables: dict[Any, Any], workers: fgd.Workers, method: fgd.methods.Method, steps: int) -> None:
