@@ -5,17 +5,23 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import os
+import sys
 from typing import Any, NamedTuple
 
 import grain
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from ml_collections import ConfigDict
 
 from fgd_jax.config import FREE_KEYS, WORKER_KEYS, flat, steps_of_workers, unflat
 from fgd_jax.default_config import get_config as default
+from fgd_jax.mixing import path_of
 from fgd_jax.round import State
 
 
@@ -146,10 +152,10 @@ class Checkpoints:
     self._manager.close()
 
 
-def _unreadable(folder: Any, step: int, error: Exception) -> str:
+def _unreadable(folder: Any, step: int, error: Exception,
+                remedy: str = "Move it away to resume from the one before, or choose another --workdir.") -> str:
   reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-  return (f"The checkpoint {folder}/{step} cannot be read ({reason}). Move it away to resume from the one before, or choose "
-          "another --workdir.")
+  return f"The checkpoint {folder}/{step} cannot be read ({reason}). {remedy}"
 
 
 def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str) -> None:
@@ -167,3 +173,119 @@ def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str) -
     if key not in free and now.get(key) != was(key):
       raise ConfigMismatchError(f"{key}={now.get(key)!r} contradicts {where}, which has {was(key)!r}; restore the "
                                 "value or choose another --workdir.")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def find_step(folder: str, step: int | None = None) -> tuple[str, int, list[int]]:
+  """The folder with the steps, the wanted one (None: the newest) and all complete ones.
+
+  Args:
+    folder: a run's folder, its checkpoints folder or one step's folder.
+
+  Raises:
+    ValueError: there is no complete checkpoint, or not that one.
+  """
+  folder = os.path.abspath(folder)
+  if not os.path.isdir(folder):
+    raise ValueError(f"{folder} is not a folder; give a run's folder.")
+  if os.path.isdir(os.path.join(folder, "checkpoints")):
+    folder = os.path.join(folder, "checkpoints")
+  if os.path.basename(folder).isdecimal() and os.path.isdir(os.path.join(folder, "state")):
+    folder, step = os.path.dirname(folder), int(os.path.basename(folder))
+  steps = sorted(int(name) for name in os.listdir(folder) if name.isdecimal() and os.path.isdir(
+      os.path.join(folder, name, "state")))
+  if not steps:
+    raise ValueError(f"{folder} holds no complete checkpoint; give the folder of a run that has saved one.")
+  if step is not None and step not in steps:
+    raise ValueError(f"{folder} holds no checkpoint of round {step}; it has {', '.join(map(str, steps))}.")
+  return folder, steps[-1] if step is None else step, steps
+
+
+def describe(folder: str, step: int | None = None) -> dict[str, Any]:
+  """What a checkpoint holds, from its files alone: no array is read and no mesh is built.
+
+  Args:
+    folder, step: see `find_step`.
+
+  Returns:
+    A dict for JSON: round, rounds_saved, workers, tokens, method, progress, data (the iterator's position), config,
+    leaves {path: {"shape", "dtype", "bytes"}} and parts {name: {"leaves", "numbers", "bytes"}}.
+
+  Raises:
+    ValueError: no checkpoint, or one that cannot be read.
+  """
+  folder, step, steps = find_step(folder, step)
+  here = os.path.join(folder, str(step))
+  read = lambda *names: json.loads(_text(os.path.join(here, *names)))
+  try:
+    tree = ocp.StandardCheckpointHandler().metadata(epath.Path(here, "state")).tree
+    config = read("config", "metadata")
+    has_progress = os.path.isdir(os.path.join(here, "progress"))
+    progress = Progress(**read("progress", "metadata")) if has_progress else Progress.start(unflat(config))
+    names = sorted(name for name in os.listdir(os.path.join(here, "data")) if name.startswith("process_"))
+    positions = [read("data", name) for name in names]
+  except Exception as e:  # orbax and tensorstore raise what they please for damaged files
+    raise ValueError(_unreadable(folder, step, e, "Choose another step with --round.")) from e
+  leaves = {path_of(path): _leaf(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+  parts: dict[str, dict[str, int]] = {}
+  for path, leaf in leaves.items():
+    part = parts.setdefault(path.split("/")[0], {"leaves": 0, "numbers": 0, "bytes": 0})
+    for key, value in (("leaves", 1), ("numbers", math.prod(leaf["shape"])), ("bytes", leaf["bytes"])):
+      part[key] += value
+  return {"folder": here, "round": step, "rounds_saved": steps, "workers": progress.workers,
+          "tokens": progress.tokens_at(step), "method": config.get("method.name"), "progress": progress._asdict(),
+          "data": positions, "parts": parts, "leaves": leaves, "config": config}
+
+
+def _text(path: str) -> str:
+  with open(path, encoding="utf-8") as f:
+    return f.read()
+
+
+def _leaf(x: Any) -> dict[str, Any]:
+  return {"shape": list(x.shape), "dtype": str(np.dtype(x.dtype)), "bytes": math.prod(x.shape) * np.dtype(x.dtype).itemsize}
+
+
+def show(found: dict[str, Any], leaves: bool) -> str:
+  """`describe` for people."""
+  config, defaults = found["config"], flat(default())
+  others = ", ".join(str(r) for r in found["rounds_saved"] if r != found["round"])
+  lines = [f"{found['folder']}: round {found['round']} of {config.get('rounds')}, {found['tokens']:,} tokens, method "
+           f"{found['method']}, {found['workers']} workers" + (f" (also saved: {others})" if others else "")]
+  for workers, examples in found["progress"]["earlier"]:
+    lines.append(f"  earlier: {workers} workers, each of which read {examples:,} sequences")
+  where = [p.get("next_index") for p in found["data"]]
+  lines.append(f"  data: the next round is number {' and '.join(map(str, where))} since round "
+               f"{found['progress']['since']}, when the data were dealt to these workers")
+  changed = {k: v for k, v in config.items() if v != defaults.get(k)}
+  lines.append("  config besides defaults: " + (", ".join(f"{k}={v}" for k, v in sorted(changed.items())) or "none"))
+  lines.append(f"  {'part':24s} {'arrays':>7s} {'numbers':>15s} {'MB':>12s}")
+  for name, part in sorted(found["parts"].items(), key=lambda item: -item[1]["bytes"]):
+    lines.append(f"  {name:24s} {part['leaves']:7d} {part['numbers']:15,d} {part['bytes'] / 1e6:12,.3f}")
+  for path, leaf in found["leaves"].items() if leaves else ():
+    lines.append(f"    {path:60s} {leaf['dtype']:9s} {leaf['shape']}")
+  return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(prog="python -m fgd_jax.checkpoint", description=__doc__, allow_abbrev=False,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  commands = parser.add_subparsers(dest="command", required=True)
+  p = commands.add_parser("describe", help="print what a checkpoint holds", allow_abbrev=False)
+  p.add_argument("folder", help="a run's folder, or one step in its checkpoints folder")
+  p.add_argument("--round", type=int, help="which one (default: the newest)")
+  p.add_argument("--leaves", action="store_true", help="list every array")
+  p.add_argument("--json", action="store_true", help="everything as JSON")
+  args = parser.parse_args(argv)
+  jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
+  try:
+    found = describe(args.folder, args.round)
+  except (ValueError, OSError) as e:
+    sys.exit(f"error: {e}")
+  print(json.dumps(found) if args.json else show(found, args.leaves))
+
+
+if __name__ == "__main__":
+  main()

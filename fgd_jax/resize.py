@@ -59,9 +59,10 @@ def resize(state: State, round_fn: Round, rule: str = "mean") -> tuple[State, bo
     new_ms = moved(ms)
     wide = isinstance(ms, Originals)
     before, after = (ms.params, new_ms.params) if wide else (z, new_z)
-    jump = jax.tree.map(lambda a, b: (_mean(a) - _mean(b)).astype(a.dtype), after, before)
-    shift = jax.vmap(lambda own: round_fn.method.mean_moved(own, jump))
-    new_ms = Originals(shift(new_ms.method), after) if wide else shift(new_ms)
+    if rule == "first" and count < jax.tree.leaves(z)[0].shape[0]:
+      jump = jax.tree.map(lambda a, b: (_mean(a) - _mean(b)).astype(a.dtype), after, before)
+      shift = jax.vmap(lambda own: round_fn.method.mean_moved(own, jump), axis_size=count)
+      new_ms = Originals(shift(new_ms.method), after) if wide else shift(new_ms)
     return (narrowed(after, new_z) if wide else new_z), moved(inner_opt_state), new_ms
 
   shardings = jax.tree.map(lambda x: x.sharding, tuple(new[:3]))
@@ -110,6 +111,7 @@ def _mean(x: jax.Array) -> jax.Array:
 
 def _alike(a: PyTree, b: PyTree) -> bool:
   """Whether two trees have the same leaves but for the worker axis."""
-  if jax.tree.structure(a) != jax.tree.structure(b):
-    return False
-  return all(x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+  leaves_a, structure_a = jax.tree.flatten(a)
+  leaves_b, structure_b = jax.tree.flatten(b)
+  return structure_a == structure_b and all(
+      x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in zip(leaves_a, leaves_b))

@@ -164,7 +164,7 @@ class Round:
     return stack(params), stack(self._inner.optimizer.init(params)), stack(self.method_state(params))
 
   def method_state(self, params: PyTree) -> Any:
-    """One worker's method state at the start; where parameters are narrower than float32, with what keeps outer updates exact."""
+    """One worker's method state at the start, with what keeps outer updates exact where parameters are narrow."""
     wide = widened(params)
     ms = self.method.init(wide)
     if not (self.method.outer_steps and _narrow(params)):

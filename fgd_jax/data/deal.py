@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-_ENDLESS = 1 << 40  # examples; grain's own endless datasets cannot be concatenated
+_ENDLESS = 1 << 40  # examples of a worker; grain's own endless datasets cannot be concatenated, or put in batches of one
 
 
 def worker_seed(seed: int, worker: int, deal: int = 0) -> int:
@@ -60,9 +60,8 @@ class _Deal:
   def order(self, m: int) -> grain.MapDataset:
     """Everything that worker m reads."""
     rests = [rest for rest in (pool[m :: self._workers] for pool in self._begun) if len(rest)]
-    if not rests:
-      return self._whole[m].repeat()
-    return grain.MapDataset.concatenate([*rests, self._whole[m].repeat(_ENDLESS // len(self._whole[m]))])
+    passes = self._whole[m].repeat(2 * _ENDLESS // len(self._whole[m]))
+    return (grain.MapDataset.concatenate([*rests, passes]) if rests else passes)[:_ENDLESS]
 
   def after(self, examples: int, workers: int, number: int) -> _Deal:
     """The deal to `workers` when every worker has read `examples`."""
