@@ -113,5 +113,5 @@ def _alike(a: PyTree, b: PyTree) -> bool:
   """Whether two trees have the same leaves but for the worker axis."""
   leaves_a, structure_a = jax.tree.flatten(a)
   leaves_b, structure_b = jax.tree.flatten(b)
-  return structure_a == structure_b and all(
+  return structure_a == structure_b and all(  # type: ignore[operator]
       x.shape[1:] == y.shape[1:] and x.dtype == y.dtype for x, y in zip(leaves_a, leaves_b))

@@ -313,8 +313,8 @@ def test_progress_over_several_changes():
 def test_describe_tells_what_is_there(resumed):
   workdir, _, _ = resumed
   env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  run = lambda *options: subprocess.run([sys.executable, "-m", "fgd_jax.checkpoint", "describe", workdir, *options], cwd=ROOT,
-                                        env=env, capture_output=True, text=True, check=True)
+  command = [sys.executable, "-m", "fgd_jax.checkpoint", "describe", workdir]
+  run = lambda *options: subprocess.run([*command, *options], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
   out = json.loads(run("--json").stdout)
   assert out["round"] == 4 and out["rounds_saved"] == [1, 2, 3, 4] and out["workers"] == 3
   assert out["tokens"] == records(workdir)[-1]["tokens"] and out["progress"]["earlier"] == [[4, 8]]
