@@ -36,31 +36,27 @@ class Progress(NamedTuple):
     workers: M since round `since`.
     since: the round from which the number of workers is M.
     tokens: that all workers had been trained on before it.
-    tokens_per_round, examples_per_round: since then, of all workers and of each worker.
+    now: the same at the checkpoint.
+    examples_per_round: that each worker has read in a round since then.
     earlier: (workers, examples that each of them has read) of the times before; see `fgd_jax.data.deal`.
   """
 
   workers: int
   since: int
   tokens: int
-  tokens_per_round: int
+  now: int
   examples_per_round: int
   earlier: tuple[tuple[int, int], ...] = ()
 
   @classmethod
   def start(cls, config: ConfigDict) -> Progress:
     """Of a fresh run."""
-    examples = config.inner_steps * config.batch_size
-    return cls(config.workers, 0, 0, sum(steps_of_workers(config)) * config.batch_size * config.seq_len, examples)
-
-  def tokens_at(self, done: int) -> int:
-    """Tokens of all workers after `done` rounds of the run."""
-    return self.tokens + (done - self.since) * self.tokens_per_round
+    return cls(config.workers, 0, 0, 0, config.inner_steps * config.batch_size)
 
   def changed(self, done: int, config: ConfigDict) -> Progress:
-    """From round `done` on with the workers of `config`."""
+    """From round `done`, that of the checkpoint, on with the workers of `config`."""
     read = (self.workers, (done - self.since) * self.examples_per_round)
-    return Progress.start(config)._replace(since=done, tokens=self.tokens_at(done), earlier=(*self.earlier, read))
+    return Progress.start(config)._replace(since=done, tokens=self.now, now=self.now, earlier=(*self.earlier, read))
 
 
 class Checkpoints:
@@ -89,8 +85,13 @@ class Checkpoints:
     """The newest complete round on disk, None without any."""
     return self._manager.latest_step()
 
-  def save(self, state: State, data: Any) -> None:
-    """Saves the state at round `state.round` with the iterator's position; call before the iterator advances."""
+  def save(self, state: State, data: Any, tokens: int = 0) -> None:
+    """Saves the state at round `state.round` with the iterator's position; call before the iterator advances.
+
+    Args:
+      state, data: the state and the iterator of its batches.
+      tokens: that all workers have been trained on so far.
+    """
     if int(state.round) == self.latest():
       return
     saved = state._replace(round=np.asarray(state.round))
@@ -99,7 +100,7 @@ class Checkpoints:
     self._manager.save(int(state.round), args=ocp.args.Composite(
         state=ocp.args.StandardSave(saved), data=grain.checkpoint.CheckpointSave(data),  # type: ignore[attr-defined]
         config=ocp.args.JsonSave(flat(self._config)),
-        progress=ocp.args.JsonSave(self.progress._asdict())))
+        progress=ocp.args.JsonSave(self.progress._replace(now=int(tokens))._asdict())))
 
   def found(self) -> tuple[ConfigDict, Progress] | None:
     """Config and progress of the newest step; None without any.
@@ -116,9 +117,7 @@ class Checkpoints:
     try:
       read = self._manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore() for item in items}))
       saved = unflat(read["config"])
-      progress = Progress.start(saved)
-      if has_progress:
-        progress = Progress(**{**read["progress"], "earlier": tuple(map(tuple, read["progress"]["earlier"]))})
+      progress = _progress(read.get("progress"), saved, step)
     except Exception as e:  # orbax and tensorstore raise what they please for damaged files
       raise ValueError(_unreadable(self._manager.directory, step, e)) from e
     refuse_other_config(self._config, read["config"], f"the checkpoint of round {step}")
@@ -150,6 +149,13 @@ class Checkpoints:
     """Waits for saves in flight; raises what they raised."""
     self._manager.wait_until_finished()
     self._manager.close()
+
+
+def _progress(saved: dict[str, Any] | None, config: ConfigDict, step: int) -> Progress:
+  """As saved; where the checkpoint is of a version that saved none, what its config means."""
+  if saved is None:
+    return Progress.start(config)._replace(now=step * sum(steps_of_workers(config)) * config.batch_size * config.seq_len)
+  return Progress(**{**saved, "earlier": tuple(map(tuple, saved["earlier"]))})
 
 
 def _unreadable(folder: Any, step: int, error: Exception,
@@ -223,7 +229,7 @@ def describe(folder: str, step: int | None = None) -> dict[str, Any]:
     tree = ocp.StandardCheckpointHandler().metadata(epath.Path(here, "state")).tree
     config = read("config", "metadata")
     has_progress = os.path.isdir(os.path.join(here, "progress"))
-    progress = Progress(**read("progress", "metadata")) if has_progress else Progress.start(unflat(config))
+    progress = _progress(read("progress", "metadata") if has_progress else None, unflat(config), step)
     names = sorted(name for name in os.listdir(os.path.join(here, "data")) if name.startswith("process_"))
     positions = [read("data", name) for name in names]
   except Exception as e:  # orbax and tensorstore raise what they please for damaged files
@@ -235,7 +241,7 @@ def describe(folder: str, step: int | None = None) -> dict[str, Any]:
     for key, value in (("leaves", 1), ("numbers", math.prod(leaf["shape"])), ("bytes", leaf["bytes"])):
       part[key] += value
   return {"folder": here, "round": step, "rounds_saved": steps, "workers": progress.workers,
-          "tokens": progress.tokens_at(step), "method": config.get("method.name"), "progress": progress._asdict(),
+          "tokens": progress.now, "method": config.get("method.name"), "progress": progress._asdict(),
           "data": positions, "parts": parts, "leaves": leaves, "config": config}
 
 

@@ -95,7 +95,8 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     iterator = read_rounds(config, corpus, checkpoints.progress)
   write_config(config, workdir)
   progress, taken, start = checkpoints.progress, configs.steps_of_workers(config), int(state.round)
-  tokens_per_round = progress.tokens_per_round
+  tokens_per_round = sum(taken) * config.batch_size * config.seq_len
+  tokens = [progress.tokens + (r - progress.since) * tokens_per_round for r in range(config.rounds + 1)]  # after r rounds
   logging.info("%s parameters, %s, method %s, %d x %s tokens a round on %s (%s).",
                f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
                f"{tokens_per_round:,}", workers.platform, f"unigram loss {corpus.unigram_loss:.3f}")
@@ -118,7 +119,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   if workers.platform != "cpu" and plan.form != "none":
     report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
-  log = RunLog(workdir, start, (progress.tokens_at(start), progress.tokens_at(config.rounds)))
+  log = RunLog(workdir, start, (tokens[start], tokens[-1]))
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
@@ -131,20 +132,20 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
         flush(pending, log, config)
         pending = None
         refuse_non_finite(all_finite(state), done * config.inner_steps)
-        checkpoints.save(state, iterator)
+        checkpoints.save(state, iterator, tokens[done])
       batches = next(iterator)
       measured = due(done + 1, config.measure_every, config.rounds)
       with jax.profiler.StepTraceAnnotation("round", step_num=done + 1):
         state, metrics = round_fn(state, batches, measured=measured)
       if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
         metrics |= evaluate(round_fn.eval_params(state), state.params)
-      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": progress.tokens_at(done + 1)}
+      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": tokens[done + 1]}
       previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens_per_round, "taken": taken}
       flush(previous, log, config)
     flush(pending, log, config)
     profile.at(config.rounds + 1, state)
     refuse_non_finite(all_finite(state), config.rounds * config.inner_steps)
-    checkpoints.save(state, iterator)
+    checkpoints.save(state, iterator, tokens[-1])
   finally:
     profile.close()
     log.close()
