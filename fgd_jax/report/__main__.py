@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import sys
 from typing import Any, NoReturn
 
@@ -55,14 +56,15 @@ def make(folders: list[str], out: str, bandwidths: list[str], step_seconds: floa
   if step_seconds is None and usable:
     step_seconds = hours.measured_step_seconds(usable)
     if step_seconds is not None:
-      notes.append(f"An inner step is taken to last {step_seconds:.3g} s, the median of what the runs measured; workers that "
-                   "share a device take turns, so --step-seconds of your hardware may say more.")
+      notes.append(f"An inner step is taken to last {step_seconds:.3g} s, the median of what the runs measured; workers "
+                   "that share a device take turns, so --step-seconds of your hardware may say more.")
   paces: list[dict[str, hours.Pace]] = [{} for _ in compared]
   if step_seconds is None and usable:
     notes.append("No run measured its speed, so nothing is simulated; give --step-seconds.")
-  for group, pace in zip(compared, paces) if step_seconds is not None else ():
+  for group, pace in zip(compared, paces):
     try:
-      pace.update({bandwidth: hours.pace(group, bandwidth, step_seconds) for bandwidth in bandwidths})
+      if step_seconds is not None:
+        pace.update({bandwidth: hours.pace(group, bandwidth, step_seconds) for bandwidth in bandwidths})
     except (ValueError, TypeError) as e:
       notes.append(f"{group.label} is not simulated: {e}")
   drawn = figures.draw(compared, found, paces, step_seconds) if compared else []
@@ -73,8 +75,7 @@ def make(folders: list[str], out: str, bandwidths: list[str], step_seconds: floa
   if drawn:
     os.makedirs(pictures, exist_ok=True)
   for figure in drawn:
-    with open(os.path.join(pictures, figure.name + ".png"), "wb") as f:
-      f.write(figure.png)
+    pathlib.Path(pictures, figure.name + ".png").write_bytes(figure.png)
   with open(out + ".tmp", "w", encoding="utf-8") as f:
     f.write(html)
   os.replace(out + ".tmp", out)

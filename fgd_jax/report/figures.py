@@ -133,15 +133,15 @@ def _loss_by_hours(groups, paces, bandwidths, step_seconds) -> list[Figure]:
   for axis, bandwidth in zip(axes, bandwidths):
     for i, (group, found) in enumerate(zip(groups, paces)):
       if bandwidth in found:
-        rate = found[bandwidth].round_seconds / seconds
-        _band(axis, curve(group.averaged, lambda r, rate=rate: r["round"] * rate, key("eval_loss")), group.label, **_look(i))
+        found_curve = curve(group.averaged, key("round"), key("eval_loss"))
+        _band(axis, found_curve, group.label, scale=found[bandwidth].round_seconds / seconds, **_look(i))
     axis.set_title(f"{bandwidth} a worker")
     axis.set_xlabel(f"simulated {unit}")
     axis.set_xlim(left=0)
     axis.set_ylabel("held-out loss (nats per token)")
   return [_finish(figure, "loss_hours", "Loss against simulated time",
-                  f"Rounds take what the network simulator says for {step_seconds:.3g} s an inner step and the bytes that the "
-                  "runs recorded. " + _MEAN, groups)]
+                  f"Rounds take what the network simulator says for {step_seconds:.3g} s an inner step and the bytes that "
+                  "the runs recorded. " + _MEAN, groups)]
 
 
 def _simulated(groups: Sequence[Group]) -> list[Figure]:
@@ -224,7 +224,8 @@ def _utilization(groups, paces, bandwidths) -> list[Figure]:
   for j, bandwidth in enumerate(bandwidths):
     shares = [found[bandwidth].compute_utilization if bandwidth in found else 0.0 for found in paces]
     places = [i + (j - (len(bandwidths) - 1) / 2) * height for i in range(len(groups))]
-    axis.barh(places, shares, height=height * 0.9, label=bandwidth, color=shades(0.35 + 0.6 * j / max(len(bandwidths) - 1, 1)))
+    colour = shades(0.35 + 0.6 * j / max(len(bandwidths) - 1, 1))
+    axis.barh(places, shares, height=height * 0.9, label=bandwidth, color=colour)
     for place, share, found in zip(places, shares, paces):
       axis.text(share + 0.005, place, f"{share:.1%}" if bandwidth in found else "not simulated", va="center", fontsize=8)
   axis.set_yticks(range(len(groups)), [g.label for g in groups])
@@ -234,8 +235,8 @@ def _utilization(groups, paces, bandwidths) -> list[Figure]:
   axis.xaxis.set_major_formatter(ticker.PercentFormatter(1.0))
   axis.grid(axis="y", visible=False)
   axis.set_xlabel("share of the time in which workers compute")
-  return [_finish(figure, "utilization", "Compute utilisation on chosen links", "From the network simulator, without failures.",
-                  groups, columns=6)]
+  return [_finish(figure, "utilization", "Compute utilisation on chosen links",
+                  "From the network simulator, without failures.", groups, columns=6)]
 
 
 def _events(runs: Sequence[Run]) -> list[Figure]:

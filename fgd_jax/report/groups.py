@@ -45,7 +45,7 @@ class Curve(NamedTuple):
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-  """Config keys whose values are not the same in all runs that have a config; the seed and what computes nothing are left out."""
+  """Config keys whose values are not the same in all runs with a config, without the seed and what computes nothing."""
   configs = [run.config for run in runs if run.config]
   keys = sorted({key for config in configs for key in config})
   return [key for key in keys if key not in FREE_KEYS + SEEDS and len({repr(c.get(key)) for c in configs}) > 1]

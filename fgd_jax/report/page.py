@@ -81,8 +81,8 @@ def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
     cells = [Cell(row["method"], "text"), Cell(runs), Cell(number(row["workers"])), Cell(number(row["rounds"])),
              Cell(number(tokens)),
              Cell(number(row["eval_loss"]) + spread, "best" if row["eval_loss"] == best and best is not None else ""),
-             Cell(number(row["eval_loss_workers"])), Cell(number(row["consensus_l2"], 3)), Cell(number(row["js_distance"], 3)),
-             Cell(number(megabytes("bytes_overlapped"), 3)), Cell(number(megabytes("bytes_blocking"), 3))]
+             Cell(number(row["eval_loss_workers"])), Cell(number(row["consensus_l2"], 3)),
+             Cell(number(row["js_distance"], 3)), Cell(number(megabytes("bytes_overlapped"), 3)), Cell(number(megabytes("bytes_blocking"), 3))]
     for b in bandwidths:
       cells.append(Cell(f"{row['simulated'][b]['compute_utilization']:.1%}" if b in row["simulated"] else "–"))
     out.append(Row(cells))
@@ -113,7 +113,8 @@ def events_table(runs: Sequence[Run]) -> Table:
   counts = {run.name: collections.Counter(str(e.get("event")) for e in run.events) for run in runs if run.events}
   kinds = sorted({kind for counter in counts.values() for kind in counter})
   return Table([Column("run", True), *map(Column, kinds)],
-               [Row([Cell(name, "text"), *[Cell(number(counter[kind])) for kind in kinds]]) for name, counter in counts.items()])
+               [Row([Cell(name, "text"), *[Cell(number(counter[kind])) for kind in kinds]])
+                for name, counter in counts.items()])
 
 
 def render(runs: Sequence[Run], rows: Sequence[dict[str, Any]], figures: Sequence[Figure], notes: Sequence[str]) -> str:

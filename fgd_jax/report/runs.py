@@ -45,12 +45,22 @@ def find(folders: Sequence[str]) -> list[Run]:
   for folder in folders:
     if not os.path.isdir(folder):
       raise ValueError(f"{folder} is not a folder; give folders of runs.")
-    found = [folder] if _is_run(folder) else sorted(
-        path for path, _, _ in os.walk(folder) if _is_run(path) and os.path.basename(path) != "checkpoints")
+    found = _below(folder)
     if not found:
-      raise ValueError(f"{folder} holds no run (a folder with config.json); give the --workdir of runs, or a folder of them.")
+      raise ValueError(f"{folder} holds no run (a folder with config.json); give the --workdir of a run, or a folder of "
+                       "them.")
     paths.extend(path for path in map(os.path.abspath, found) if path not in paths)
   return [read(path, name) for path, name in zip(paths, short_names(paths))]
+
+
+def _below(folder: str) -> list[str]:
+  """The runs in a folder, in order; what is inside a run is not looked at."""
+  found = []
+  for path, subfolders, _ in os.walk(folder):
+    if _is_run(path):
+      found.append(path)
+      subfolders.clear()
+  return sorted(found)
 
 
 def _is_run(folder: str) -> bool:
