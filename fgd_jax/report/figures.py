@@ -19,8 +19,8 @@ from fgd_jax.report.runs import Run  # noqa: E402
 # Okabe and Ito's colours, which people with colour blindness can tell apart; line styles go on where they end.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
-_STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-          "axes.axisbelow": True, "legend.frameon": False, "figure.dpi": 100}
+_STYLE: Any = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+               "axes.axisbelow": True, "legend.frameon": False, "figure.dpi": 100}
 
 
 class Figure(NamedTuple):

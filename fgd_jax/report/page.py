@@ -82,7 +82,8 @@ def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
              Cell(number(tokens)),
              Cell(number(row["eval_loss"]) + spread, "best" if row["eval_loss"] == best and best is not None else ""),
              Cell(number(row["eval_loss_workers"])), Cell(number(row["consensus_l2"], 3)),
-             Cell(number(row["js_distance"], 3)), Cell(number(megabytes("bytes_overlapped"), 3)), Cell(number(megabytes("bytes_blocking"), 3))]
+             Cell(number(row["js_distance"], 3)), Cell(number(megabytes("bytes_overlapped"), 3)),
+             Cell(number(megabytes("bytes_blocking"), 3))]
     for b in bandwidths:
       cells.append(Cell(f"{row['simulated'][b]['compute_utilization']:.1%}" if b in row["simulated"] else "–"))
     out.append(Row(cells))
