@@ -29,6 +29,8 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.cpu_devices = placeholder(int)  # virtual devices on CPU; None: what the mesh needs, with as many positions as cores
   c.allow_cpu = True               # False: stop instead of training on CPU when no accelerator is found
 
+  c.init_from = placeholder(str)   # start from this folder of Hugging Face Llama weights (fgd_jax.export); None: fresh
+
   c.resume = config_dict.ConfigDict()
   c.resume.workers = "mean"        # going on with another number of workers: all start at the mean | the first ones go on
 

@@ -119,7 +119,7 @@ class Checkpoints:
       saved = unflat(read["config"])
       progress = _progress(read.get("progress"), saved, step)
     except Exception as e:  # orbax and tensorstore raise what they please for damaged files
-      raise ValueError(_unreadable(self._manager.directory, step, e)) from e
+      raise ValueError(unreadable(self._manager.directory, step, e)) from e
     refuse_other_config(self._config, read["config"], f"the checkpoint of round {step}")
     return saved, progress
 
@@ -141,7 +141,7 @@ class Checkpoints:
     try:
       restored = self._manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as e:  # orbax and tensorstore raise what they please for damaged files
-      raise ValueError(_unreadable(self._manager.directory, step, e)) from e
+      raise ValueError(unreadable(self._manager.directory, step, e)) from e
     state = restored["state"]
     return State(state.params, state.inner_opt_state, state.method_state, np.int32(state.round))
 
@@ -158,8 +158,9 @@ def _progress(saved: dict[str, Any] | None, config: ConfigDict, step: int) -> Pr
   return Progress(**{**saved, "earlier": tuple(map(tuple, saved["earlier"]))})
 
 
-def _unreadable(folder: Any, step: int, error: Exception,
+def unreadable(folder: Any, step: int, error: Exception,
                 remedy: str = "Move it away to resume from the one before, or choose another --workdir.") -> str:
+  """The sentence for a checkpoint that raised `error` when it was read."""
   reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
   return f"The checkpoint {folder}/{step} cannot be read ({reason}). {remedy}"
 
@@ -233,7 +234,7 @@ def describe(folder: str, step: int | None = None) -> dict[str, Any]:
     names = sorted(name for name in os.listdir(os.path.join(here, "data")) if name.startswith("process_"))
     positions = [read("data", name) for name in names]
   except Exception as e:  # orbax and tensorstore raise what they please for damaged files
-    raise ValueError(_unreadable(folder, step, e, "Choose another step with --round.")) from e
+    raise ValueError(unreadable(folder, step, e, "Choose another step with --round.")) from e
   leaves = {path_of(path): _leaf(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
   parts: dict[str, dict[str, int]] = {}
   for path, leaf in leaves.items():
