@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 
-from fgd_jax import netsim
 from fgd_jax.config import flat
 from fgd_jax.default_config import get_config
 from fgd_jax.report import __main__ as command
@@ -62,6 +61,12 @@ def some_runs(tmp_path_factory):
   write_run(folder / "damaged", "diloco", 5)
   (folder / "damaged" / "metrics.jsonl").write_text('{"round": 1}\nnonsense\n{"round": 2}\n')
   return folder
+
+
+def parameters():
+  """Of the default model on 64 tokens, by hand: 2 layers of dim 128, 2 of 4 heads for keys and values, ffn 352."""
+  layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128
+  return 2 * 64 * 128 + 2 * layer + 128
 
 
 class Page(html.parser.HTMLParser):
@@ -146,10 +151,10 @@ def test_curve_takes_the_rounds_that_all_have(some_runs):
 
 
 def test_simulated_time_is_the_closed_form(some_runs):
-  """DiLoCo computes, then waits for its all-reduce: H s + 8 bytes / rate. The bytes are those recorded."""
+  """DiLoCo computes, then waits for its all-reduce of 2 (M-1)/M parameters of 4 bytes: H s + 8 bytes / rate."""
   found = groups.group([runs.read(str(some_runs / "diloco-1"), "a")])[0]
   pace = hours.pace(found, "1Mbps", 0.5)
-  expected = 20 * 0.5 + 8 * 3e6 / 1e6
+  expected = 20 * 0.5 + 8 * 1.5 * 4 * parameters() / 1e6
   assert pace.round_seconds == pytest.approx(expected, rel=1e-6)
   assert pace.compute_utilization == pytest.approx(10 / expected, rel=1e-6)
   assert hours.measured_step_seconds(found.runs) == pytest.approx(0.5)
@@ -157,8 +162,9 @@ def test_simulated_time_is_the_closed_form(some_runs):
 
 def test_overlap_shows_in_hours_and_utilisation(made):
   rows = {row["method"]: row["simulated"]["1Mbps"] for row in made[0]["methods"]}
-  fgd = rows["GlobalM1LocalM2"]  # Mix1's 24 s hide 10 s of computing, Mix2's 24 s block
-  assert fgd["round_seconds"] == pytest.approx(24 + 24, rel=0.05) and rows["diloco"]["round_seconds"] == pytest.approx(34)
+  fgd, payload = rows["GlobalM1LocalM2"], 8 * 4 * parameters() / 1e6  # seconds to send the parameters once: about 13
+  assert fgd["round_seconds"] == pytest.approx(1.5 * payload + payload, rel=0.05)  # Mix1 hides computing; Mix2 blocks
+  assert rows["diloco"]["round_seconds"] == pytest.approx(10 + 1.5 * payload)
   assert fgd["hours"] == pytest.approx(fgd["round_seconds"] * ROUNDS / 3600)
 
 
@@ -216,5 +222,5 @@ def test_command_writes_and_replaces_its_report(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
   result = json.loads(done.stdout)
   assert result["step_seconds"] == pytest.approx(0.5) and result["methods"][0]["tokens"] == ROUNDS * TOKENS
-  closed = netsim.parse_bandwidth("1Gbps")
-  assert result["methods"][0]["simulated"]["1Gbps"]["round_seconds"] == pytest.approx(10 + 8 * 3e6 / closed)
+  seconds = 10 + 8 * 1.5 * 4 * parameters() / 1e9
+  assert result["methods"][0]["simulated"]["1Gbps"]["round_seconds"] == pytest.approx(seconds)

@@ -140,8 +140,7 @@ def _loss_by_hours(groups, paces, bandwidths, step_seconds) -> list[Figure]:
     axis.set_xlim(left=0)
     axis.set_ylabel("held-out loss (nats per token)")
   return [_finish(figure, "loss_hours", "Loss against simulated time",
-                  f"Rounds take what the network simulator says for {step_seconds:.3g} s an inner step and the bytes that "
-                  "the runs recorded. " + _MEAN, groups)]
+                  f"Rounds take what the network simulator says for {step_seconds:.3g} s an inner step. " + _MEAN, groups)]
 
 
 def _simulated(groups: Sequence[Group]) -> list[Figure]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from fgd_jax import netsim
 from fgd_jax.config import unflat
+from fgd_jax.export.trained import read_tokenizer
 from fgd_jax.report.groups import Group
 from fgd_jax.report.runs import Run
 
@@ -39,7 +40,7 @@ def measured_step_seconds(runs: list[Run]) -> float | None:
 
 
 def pace(group: Group, bandwidth: str, step_seconds: float) -> Pace:
-  """Simulates some rounds of the group's method with the bytes that its runs recorded.
+  """Simulates some rounds of the group's config, without failures.
 
   Args:
     group: of runs with records.
@@ -49,15 +50,18 @@ def pace(group: Group, bandwidth: str, step_seconds: float) -> Pace:
   Raises:
     ValueError: a config that cannot be simulated, or a bad bandwidth.
   """
-  run = group.averaged[0]
-  config = unflat(run.config)
+  config = unflat(group.averaged[0].config)
+  if config.model.vocab_size is None:
+    config.model.vocab_size = _vocabulary(config)
   plan, _ = netsim.plan_of_config(config)
-  nominal = {True: plan.bytes_blocking, False: plan.bytes_overlapped}
-  recorded = {True: run.last("bytes_blocking"), False: run.last("bytes_overlapped")}  # with the data's own vocabulary
-  scale = {blocking: recorded[blocking] / nominal[blocking] if nominal[blocking] and recorded[blocking] is not None else 1.0
-           for blocking in (True, False)}
-  plan = dataclasses.replace(plan, exchanges=tuple(
-      dataclasses.replace(e, nbytes=e.nbytes * scale[e.blocking]) for e in plan.exchanges))
-  links = netsim.read_links(bandwidth, plan.workers, 0.0)
-  result = netsim.simulate(plan, links, netsim.StepTimes((step_seconds,)), rounds=_ROUNDS)
+  result = netsim.simulate(plan, netsim.read_links(bandwidth, plan.workers), netsim.StepTimes((step_seconds,)), rounds=_ROUNDS)
   return Pace(result.round_seconds, result.compute_utilization)
+
+
+def _vocabulary(config: ConfigDict) -> int:
+  """That of the data, of which the size of the model depends."""
+  if config.data.source == "synthetic":
+    return config.data.vocab_size
+  if (found := read_tokenizer(config)) is None:
+    raise ValueError("its tokenizer is gone, so the size of its vocabulary is unknown.")
+  return found.vocab_size
