@@ -34,6 +34,11 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.limits.start = 300.0           # until all are there, agree and have made their first all-reduce
   c.limits.stall = 7200.0          # for a compilation, a round, an evaluation or a save (0: for ever)
 
+  c.init_from = placeholder(str)   # start from this folder of Hugging Face Llama weights (fgd_jax.export); None: fresh
+
+  c.resume = config_dict.ConfigDict()
+  c.resume.workers = "mean"        # going on with another number of workers: all start at the mean | the first ones go on
+
   c.mesh = config_dict.ConfigDict()
   c.mesh.worker = placeholder(int)  # device positions of the workers, as many in each slice; None: as many as fit
   c.mesh.fsdp = 1                  # devices over which a worker's parameters and batch are sharded

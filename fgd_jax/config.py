@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,16 @@ from fgd_jax.arguments import check_quarantine, shares
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import path_of
 from fgd_jax.models import LlamaConfig
+from fgd_jax.round import Round
+from fgd_jax.round import build_round as build
 from fgd_jax.workers import Workers
 
-# Keys that a resumed run may change: they do not change what is computed.
-FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile", "limits.start", "limits.stall")
+# Keys that a resumed run may change: they do not change what is computed (the placement: but for rounding).
+FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile", "limits.start", "limits.stall", "resume.workers",
+             "mesh.worker", "mesh.fsdp", "mesh.tensor", "cpu_devices", "overlap.form")
+# Keys that must fit the number of workers, so a run that goes on with another number may change them, too.
+WORKER_KEYS = ("workers", "worker_weights", "method.inner_steps", "method.group_size", "method.mix1", "method.mix2",
+               "method.topology")
 
 
 def flat(config: ConfigDict) -> dict[str, Any]:
@@ -35,6 +41,23 @@ def flat(config: ConfigDict) -> dict[str, Any]:
     else:
       out[key] = value
   return out
+
+
+def unflat(values: dict[str, Any]) -> ConfigDict:
+  """The config whose `flat` is `values`; keys that are newer than them have their defaults.
+
+  Raises:
+    ValueError: a key that does not exist (any more), or a value of another type.
+  """
+  config = default()
+  _refuse_unknown(list(values))
+  for key, value in values.items():
+    section, _, leaf = key.rpartition(".")
+    try:
+      (config[section] if section else config)[leaf] = value
+    except TypeError as e:
+      raise ValueError(f"{key}={value!r} is of the wrong type ({e}).") from e
+  return config
 
 
 def apply_variant(config: ConfigDict, arg: str | None) -> None:
@@ -120,6 +143,8 @@ def validate(config: ConfigDict) -> None:
   _check_inside_worker(config)
   if config.rounds * config.inner_steps >= 2**31:
     raise ValueError(f"rounds={config.rounds} x inner_steps={config.inner_steps} overflow the 32-bit step counter.")
+  if config.resume.workers not in ("mean", "first"):
+    raise ValueError(f"resume.workers={config.resume.workers!r} must be 'mean' or 'first'.")
   if config.inner.schedule not in ("cosine", "constant"):
     raise ValueError(f"inner.schedule={config.inner.schedule!r} must be 'cosine' or 'constant'.")
   if config.inner.lr <= 0:
@@ -139,6 +164,11 @@ def validate(config: ConfigDict) -> None:
   if method.inner_steps is not None and max(method.inner_steps) > config.inner_steps:
     raise ValueError(f"method.inner_steps={list(method.inner_steps)} exceeds inner_steps={config.inner_steps}, the steps of "
                      "a round; lower it.")
+
+
+def steps_of_workers(config: ConfigDict) -> list[int]:
+  """[M] inner steps that each worker takes in a round."""
+  return list(make_method(config).inner_steps or [config.inner_steps] * config.workers)
 
 
 def worker_weights(config: ConfigDict) -> list[float] | None:
@@ -294,6 +324,15 @@ def make_model_config(config: ConfigDict, vocab_size: int) -> LlamaConfig:
   if options["vocab_size"] < vocab_size:
     raise ValueError(f"model.vocab_size={options['vocab_size']} is smaller than the tokenizer's {vocab_size}.")
   return LlamaConfig(**options)
+
+
+def build_round(config: ConfigDict, loss_fn: Callable, workers: Workers, measure: Sequence[Any] = (),
+                overlap: str | None = None) -> tuple[Callable, Round]:
+  """`fgd_jax.build_round` with all that a config says; `overlap` in place of its form of overlap."""
+  return build(
+      make_method(config), loss_fn, make_inner_optimizer(config), workers=workers, seed=config.seed, measure=measure,
+      accumulate=config.accumulate, overlap=overlap or config.overlap.form, worker_weights=worker_weights(config),
+      quarantine=config.faults.quarantine, drops=bool(config.faults.drop), **sharding.inside_worker(workers.mesh))
 
 
 def set_cpu_devices(config: ConfigDict, processes: int = 1) -> None:

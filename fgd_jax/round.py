@@ -181,10 +181,10 @@ class Round:
 
   def _initial(self, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     stack = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(strong(x), (self._workers.count, *jnp.shape(x))), tree)
-    return stack(params), stack(self._inner.optimizer.init(params)), stack(self._method_state(params))
+    return stack(params), stack(self._inner.optimizer.init(params)), stack(self.method_state(params))
 
-  def _method_state(self, params: PyTree) -> Any:
-    """The method's state at the start; where parameters are narrower than float32, with what keeps outer updates exact."""
+  def method_state(self, params: PyTree) -> Any:
+    """One worker's method state at the start, with what keeps outer updates exact where parameters are narrow."""
     wide = widened(params)
     ms = self.method.init(wide)
     if self._quarantine and isinstance(self.method, Fragmented):  # whether steps were thrown away since it last departed
@@ -198,7 +198,7 @@ class Round:
   def _state_shardings(self, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
     specs = param_specs(shapes, self._param_rules)
-    one = (shapes, jax.eval_shape(self._inner.optimizer.init, shapes), jax.eval_shape(self._method_state, shapes))
+    one = (shapes, jax.eval_shape(self._inner.optimizer.init, shapes), jax.eval_shape(self.method_state, shapes))
     return jax.tree.map(self._workers.stacked, like_params(one, shapes, specs, self._workers.inner_axes),
                         is_leaf=lambda x: isinstance(x, PartitionSpec))
 
@@ -309,11 +309,11 @@ class Round:
     if self.method.overlapped is None or isinstance(self.method, Fragmented):
       return None
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    return jax.eval_shape(self._launch_one, shapes, jax.eval_shape(self._method_state, shapes))
+    return jax.eval_shape(self._launch_one, shapes, jax.eval_shape(self.method_state, shapes))
 
   def _count_traffic(self, params: PyTree, steps: int) -> tuple[float, float]:
     z = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    ms, mix1 = jax.eval_shape(self._method_state, z), self.method.overlapped
+    ms, mix1 = jax.eval_shape(self.method_state, z), self.method.overlapped
     per_round: list[float] = []
     per_step: list[float] = []
     scalars = jax.tree.map(jnp.asarray, self._scalars(0, np.ones(self._workers.count, bool)))

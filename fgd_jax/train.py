@@ -2,9 +2,9 @@
 
     python -m fgd_jax.train --config=configs/quickstart.py --workdir=runs/quickstart [--config.rounds=300]
 
-Started again with the same command, a run that was stopped anywhere goes on where its last checkpoint was, bit for bit.
-Several processes (launch/README.md) train one run together: each reads its own workers' data, all write checkpoints, and the
-first one logs.
+Started again with the same command, a run that was stopped anywhere goes on where its last checkpoint was, bit for bit;
+with another mesh or number of workers it goes on as docs/resume.md says. Several processes (launch/README.md) train one run
+together: each reads its own workers' data, all write checkpoints, and the first one logs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -30,9 +30,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
 import fgd_jax as fgd
-from fgd_jax import aot, data, distributed, faults, measure, models, sharding
+from fgd_jax import aot, data, distributed, export, faults, measure, models, resize
 from fgd_jax import config as configs
-from fgd_jax.checkpoint import Checkpoints, refuse_other_config
+from fgd_jax.checkpoint import Checkpoints, Progress, refuse_other_config
 from fgd_jax.methods.base import finite_rows
 from fgd_jax.quarantine import CAUSES
 from fgd_jax.report import curves
@@ -87,36 +87,37 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   corpus = distributed.together(
       "the training data", lambda: data.load(config.data, config.seq_len, config.seed), limit,
       same=lambda c: {"sequences": len(c.train), "held out": len(c.heldout), "unigram loss": repr(c.unigram_loss)})
-  rounds_of_data = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed,
-                                      only=workers.local)
   heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
   probe = jnp.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
   measures = (consensus_by_block, js_of(model.apply, probe)) if config.measure_every else ()
-  init, round_fn = fgd.build_round(
-      configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      accumulate=config.accumulate, measure=measures, overlap=config.overlap.form,
-      worker_weights=configs.worker_weights(config), quarantine=config.faults.quarantine, drops=bool(config.faults.drop),
-      **sharding.inside_worker(workers.mesh))
+  init, round_fn = configs.build_round(config, model.loss, workers, measures)
 
   # --- state: fresh, or the newest checkpoint ------------------------------------------------------------------------
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
-  iterator = iter(rounds_of_data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
   watch.at("The checkpoints were not opened and restored")
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), config.checkpoint_keep, config)
-  if checkpoints.latest() is None:
-    state = init(jax.jit(model.init)(jax.random.key(config.seed)))
-  else:
+  found = checkpoints.found()
+  if found is None:
+    state = init(first_params(config, model, params_shape))
+    iterator = read_rounds(config, corpus, checkpoints.progress, workers.local)
+  elif found[0].workers == config.workers:
+    checkpoints.progress = found[1]
+    iterator = read_rounds(config, corpus, checkpoints.progress, workers.local)
     state = checkpoints.restore(round_fn.abstract_state(params_shape), iterator)
     logging.info("Resuming at round %d of %d.", state.round, config.rounds)
+  else:
+    state = restore_other_workers(config, found[0], checkpoints, round_fn, model, params_shape, workers)
+    checkpoints.progress = found[1].changed(int(state.round), config)
+    iterator = read_rounds(config, corpus, checkpoints.progress, workers.local)
   if distributed.leader():
     write_config(config, workdir)
   first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
                                            jnp.int32))
   troubles = faults.simulate(config, round_fn, state.params, {"tokens": first}) if faults.wanted(config) else None
   start = int(state.round)
-  steps_RxM = taken_steps(config, round_fn.method, troubles)
-  tokens = np.concatenate([[0], np.cumsum(steps_RxM.sum(axis=1))]) * config.batch_size * config.seq_len  # after r rounds
+  steps_RxM = taken_steps(config, troubles)
+  tokens = tokens_after(config, checkpoints.progress, steps_RxM)
   logging.info("%s parameters, %s, method %s, %d rounds of %s tokens on %s (%s).",
                f"{models.count_params(params_shape):,}", workers, config.method.name, config.rounds,
                f"{tokens[-1] / config.rounds:,.0f}", workers.platform, f"unigram loss {corpus.unigram_loss:.3f}")
@@ -140,7 +141,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   if workers.platform != "cpu" and plan.form != "none" and distributed.leader():
     report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
-  log = RunLog(workdir, start, (int(tokens[start]), int(tokens[-1]))) if distributed.leader() else NoLog()
+  log = RunLog(workdir, start, (tokens[start], tokens[-1])) if distributed.leader() else NoLog()
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
@@ -155,7 +156,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
         flush(pending, log, config)
         pending = None
         refuse_non_finite(all_finite(state), done * config.inner_steps)
-        checkpoints.save(state, iterator)
+        checkpoints.save(state, iterator, tokens[done])
       if stop:
         raise PreemptedError(f"Told to stop (SIGTERM) after round {done}; the same command goes on from the last save.")
       batches = round_fn.from_local(next(iterator))
@@ -170,17 +171,17 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
       if due(done + 1, config.eval_every, config.rounds) or done + 1 == config.rounds:
         metrics |= evaluate(round_fn.eval_params(state, alive), state.params, alive)
       metrics = workers.everywhere(metrics)
-      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": int(tokens[done + 1])}
+      record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": tokens[done + 1]}
       if troubles is not None:
         record |= troubles.record(done)
         log.events(troubles.events(done, config.inner_steps))
-      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": int(tokens[done + 1] - tokens[done]),
+      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens[done + 1] - tokens[done],
                                     "taken": steps_RxM[done]}
       flush(previous, log, config)
     flush(pending, log, config)
     profile.at(config.rounds + 1, state)
     refuse_non_finite(all_finite(state), config.rounds * config.inner_steps)
-    checkpoints.save(state, iterator)
+    checkpoints.save(state, iterator, tokens[-1])
   finally:
     profile.close()
     log.close()
@@ -198,6 +199,45 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
 def due(rounds: int, every: int, last: int) -> bool:
   """Whether something done every `every` rounds (0: never) is done after `rounds` rounds; the last round counts."""
   return bool(every) and (rounds % every == 0 or rounds == last)
+
+
+def first_params(config: ConfigDict, model: models.Model, params_shape: PyTree) -> PyTree:
+  """Fresh parameters, or those of config.init_from in the model's own dtype."""
+  if config.init_from is None:
+    return jax.jit(model.init)(jax.random.key(config.seed))
+  found = export.read_folder(config.init_from, config.model.scan_layers)
+  for key in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "rope_theta", "norm_eps", "tied"):
+    ours, theirs = getattr(model.config, key), getattr(found.model, key)
+    if ours != theirs:
+      raise ValueError(f"init_from={config.init_from!r} has {key}={theirs} and this run model.{key}={ours}; set "
+                       f"model.{key}={theirs}, or start from another folder.")
+  return jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), found.params, params_shape)
+
+
+def read_rounds(config: ConfigDict, corpus: data.Corpus, progress: Progress, local: Sequence[int]
+                ) -> Iterator[dict[str, np.ndarray]]:
+  """The batches of `local` workers in the rounds since the number of workers changed; its position is in checkpoints."""
+  rounds = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed,
+                              progress.earlier, local)
+  return iter(rounds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+
+
+def restore_other_workers(config: ConfigDict, saved: ConfigDict, checkpoints: Checkpoints, round_fn: fgd.Round,
+                          model: models.Model, params_shape: PyTree, workers: fgd.Workers) -> State:
+  """The newest checkpoint, of the number of workers in `saved`, as the state of the workers of `config`."""
+  _, as_saved = configs.build_round(saved, model.loss, fgd.Workers(saved.workers), overlap="auto")
+  state = checkpoints.restore(resize.spread(as_saved.abstract_state(params_shape), workers))
+  state, kept = resize.resize(state, round_fn, config.resume.workers)
+  logging.warning("Resuming at round %d of %d with %d workers in place of %d (resume.workers=%s: %s); data are dealt anew, "
+                  "and no sequence is read twice in a pass.", state.round, config.rounds, config.workers, saved.workers,
+                  config.resume.workers, resize.describe(config.resume.workers, saved.workers, config.workers))
+  if not kept:
+    logging.warning("The state of method %s has other parts for these workers or options, so it starts afresh at the mean "
+                    "parameters.", config.method.name)
+  if config.method.name == "local":
+    logging.warning("Workers of method local never agreed, so their mean is a model that nobody trained; "
+                    "resume.workers=first keeps single models when workers leave.")
+  return state
 
 
 def report_overlap(executables: dict[Any, Any], workers: fgd.Workers, method: fgd.methods.Method, steps: int) -> None:
@@ -391,9 +431,15 @@ def quarantined(causes_M: np.ndarray, finite_MxH: np.ndarray, record: dict[str, 
   return events
 
 
-def taken_steps(config: ConfigDict, method: fgd.methods.Method, troubles: faults.Faults | None) -> np.ndarray:
+def tokens_after(config: ConfigDict, progress: Progress, steps_RxM: np.ndarray) -> list[int]:
+  """Tokens of all workers after 0, 1, ... R rounds; before the number of workers changed, as the checkpoint counted them."""
+  since = np.concatenate([[0], np.cumsum(steps_RxM.sum(axis=1))]) * config.batch_size * config.seq_len
+  return [int(progress.tokens + n - since[progress.since]) for n in since]
+
+
+def taken_steps(config: ConfigDict, troubles: faults.Faults | None) -> np.ndarray:
   """[R, M]: inner steps that each worker takes in each round; none while it is down."""
-  steps = np.asarray(method.inner_steps or [config.inner_steps] * config.workers)
+  steps = np.asarray(configs.steps_of_workers(config))
   return np.broadcast_to(steps, (config.rounds, config.workers)) if troubles is None else troubles.alive * steps
 
 

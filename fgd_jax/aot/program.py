@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-import fgd_jax as fgd
 from fgd_jax import aot, models, sharding
 from fgd_jax import config as configs
 from fgd_jax.aot import targets
@@ -72,10 +71,7 @@ def _compile(request: dict[str, Any], folder: str) -> dict[str, Any]:
   assert mesh is not None  # given devices are always put in one
   inside = sharding.inside_worker(mesh)
   model = models.make(configs.make_model_config(config, config.model.vocab_size or BYTE_VOCABULARY))
-  _, round_fn = fgd.build_round(
-      configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      accumulate=config.accumulate, overlap=config.overlap.form, worker_weights=configs.worker_weights(config),
-      quarantine=config.faults.quarantine, drops=bool(config.faults.drop), **inside)
+  _, round_fn = configs.build_round(config, model.loss, workers)
 
   params = jax.eval_shape(model.init, jax.random.key(config.seed))
   tokens = jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1), jnp.int32)

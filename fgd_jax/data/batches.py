@@ -8,16 +8,12 @@ from typing import Any
 import grain
 import numpy as np
 
+from fgd_jax.data.deal import worker_orders
 from fgd_jax.data.sources import gather
 
 
-def worker_seed(seed: int, worker: int) -> int:
-  """The 32-bit shuffle seed of one worker: hashed, since grain shuffles epoch e with seed + e."""
-  return int(np.random.SeedSequence([seed % 2**64, worker]).generate_state(1)[0])
-
-
 def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, seed: int,
-                  only: Sequence[int] | None = None) -> grain.MapDataset:
+                  earlier: Sequence[tuple[int, int]] = (), only: Sequence[int] | None = None) -> grain.MapDataset:
   """The batches of every round, by random access: element r depends on r and the arguments alone.
 
   Worker m owns the sequences m, m + M, m + 2M, ... and reads each once an epoch, in an order that is a function of
@@ -30,6 +26,8 @@ def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, s
     train: a source of int32 [seq_len + 1] (see sources.TokenSource; any object with len() and [i] will do).
     workers, inner_steps, batch_size: M, H and B.
     seed: any integer.
+    earlier: (workers, examples that each has read) of the deals before the number of workers changed to M, oldest first;
+      element 0 is then the first round after the change (see `deal.worker_orders`).
     only: workers whose batches are read, in this order (those of one process); None: all.
 
   Returns:
@@ -48,13 +46,8 @@ def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, s
       f"batch_size={batch_size}; use fewer workers, a smaller batch_size or seq_len, or more text"
     )
   owners = range(workers) if only is None else only
-  orders = [
-    grain.MapDataset.range(worker, sequences, workers)
-    .shuffle(seed=worker_seed(seed, worker))
-    .repeat()
-    .batch(inner_steps * batch_size)
-    for worker in owners
-  ]
+  orders = worker_orders(sequences, workers, seed, tuple(earlier))
+  orders = [orders[m].batch(inner_steps * batch_size) for m in owners]
 
   def assemble(ids_M: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
     tokens = gather(train, np.concatenate(ids_M))

@@ -64,6 +64,10 @@ class Method:
     """The outer step; blocking exchanges happen here, by calling a mixer with ctx."""
     raise TypeError(f"{type(self).__name__} does not define land.")
 
+  def mean_moved(self, ms: PyTree, jump: PyTree) -> PyTree:
+    """One worker's state after workers have left, which moved the mean of all workers' parameters by `jump`."""
+    return ms
+
   def eval_params(self, z: PyTree, ms: PyTree, alive: jax.Array, weights: Any = None) -> PyTree:
     """What the method's paper evaluates, from the stacks [M, ...] of all workers: the mean of those that are alive.
 

@@ -140,6 +140,10 @@ class FactoredGossip(Outer):
     z, state = outer_step(self.optimizer, delta, ms["outer"], start=x)
     return z, {**ms, "outer": state, "error": error}
 
+  def mean_moved(self, ms, jump):
+    """What stands for an earlier mean moves along, so that the jump is not taken for progress."""
+    return {**ms, **{key: jax.tree.map(jnp.add, ms[key], jump) for key in ("ybar", "ref") if ms.get(key)}}
+
   def _decompressed(self, z, x, ms, ctx):
     """What Mix1 gives where its payload was compressed, and the reference that all workers share now."""
     sent = self.launch(z, ms)

@@ -230,9 +230,7 @@ def plan_of_config(config: Any, kind: str | None = None) -> tuple[Plan, int]:
 
   configs.validate(config)
   model = models.make(configs.make_model_config(config, config.model.vocab_size or 256))  # without data: bytes
-  method = configs.make_method(config)
-  _, round_fn = fgd.build_round(method, model.loss, configs.make_inner_optimizer(config),
-                                workers=fgd.Workers(config.workers), seed=config.seed)
+  _, round_fn = configs.build_round(config, model.loss, fgd.Workers(config.workers), overlap="auto")
   params = jax.eval_shape(model.init, jax.random.key(config.seed))
   tokens = jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1), jnp.int32)
   traffic = round_fn.traffic(round_fn.abstract_state(params).params, {"tokens": tokens})
