@@ -91,10 +91,10 @@ def reference(batches, inner, bound, lr, mu):
   return z
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("name, options", [
-    ("diloco", {}), ("GlobalM1LocalM2", {}), ("LocalM1M2", {}), ("GlobalM1", {}), ("fgd", {"mix1": "ring", "mix2": "ring"}),
-    ("fgd", {"mix1": "identity", "mix2": ("random_groups", {"group_size": 2})})])
+@pytest.mark.parametrize("name, options, inner", [
+    ("diloco", {}, "adamw"), ("GlobalM1LocalM2", {}, "adamw"), ("LocalM1M2", {}, "sgd"), ("GlobalM1", {}, "sgd"),
+    ("fgd", {"mix1": "ring", "mix2": "ring"}, "sgd"),
+    ("fgd", {"mix1": "identity", "mix2": ("random_groups", {"group_size": 2})}, "sgd")])
 def test_mixes_are_renormalised(x64, name, options, inner):
   """Two workers, sick in different and in the same rounds."""
   batches = poisoned(poisoned(data(M, 5), (1, 3)), (3, 4), worker=1)
@@ -107,24 +107,22 @@ def test_mixes_are_renormalised(x64, name, options, inner):
   assert CAUSES[1] == "loss"
 
 
-AGGREGATORS = ["mean", "iso_c", "rda", "dare", "task_arithmetic", "ties", "tsv_m", "iso_cts"]
-
-
-@pytest.mark.parametrize("option", [*({"aggregator": a} for a in AGGREGATORS), {"codec": "int8"}, {"codec": "e3m0"},
-                                    {"codec": "bf16"}, {"codec": "topk", "error_feedback": True},
+@pytest.mark.parametrize("option", [*({"aggregator": a} for a in ("mean", "rda", "dare", "ties", "iso_cts")),
+                                    {"codec": "e3m0"}, {"codec": "bf16"}, {"codec": "topk", "error_feedback": True},
                                     {"aggregator": "ties", "codec": "int8"}], ids=str)
 def test_diloco_without_a_worker_is_the_mean_over_the_healthy(x64, option):
   """The others end where they end when the worker is dropped from outside, and the sick one with them."""
-  batches = poisoned(data(M, 3), (1,))
-  alive = [None, np.arange(M) != SICK, None]
+  batches = poisoned(data(M, 2), (1,))
+  alive = [None, np.arange(M) != SICK]
   method = fgd.methods.make("diloco", **option, **OUTER)
-  state, _, _ = train(method, batches[:2])
-  want, _, _ = train(method, batches[:2], alive=alive, quarantine=False)
+  sgd = optax.sgd(0.1)
+  state, _, _ = train(method, batches, inner=sgd)
+  want, _, _ = train(method, batches, inner=sgd, alive=alive, quarantine=False)
   for k in START:
     got, other = np.asarray(state.params[k]), np.asarray(want.params[k])
     np.testing.assert_allclose(got[[0, 1, 3]], other[[0, 1, 3]], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(got[SICK], got[0], rtol=1e-12, atol=1e-12)
-  assert finite(train(method, batches)[0])
+  assert finite(state)
 
 
 def test_data_parallel_leaves_out_gradients(x64):
@@ -179,26 +177,19 @@ def test_a_fragment_in_flight_counts_until_it_has_departed(x64):
 # --- every method -----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def healthy_run(name, devices):
-  with jax.enable_x64(True):
-    state, metrics, _ = train(fgd.methods.make(name, **METHODS[name]), data(M, 3), devices)
-    return jax.tree.map(np.asarray, state[:3]), [int(m["quarantine"].sum()) for m in metrics]
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_watching_changes_nothing_where_all_are_healthy(x64, name):
-  got, quarantined = healthy_run(name, None)
+  got, metrics, _ = train(fgd.methods.make(name, **METHODS[name]), data(M, 3))
   want, _, _ = train(fgd.methods.make(name, **METHODS[name]), data(M, 3), quarantine=False)
-  assert quarantined == [0, 0, 0]
+  assert [int(m["quarantine"].sum()) for m in metrics] == [0, 0, 0]
   strip = lambda ms: [{k: v for k, v in fs.items() if k != "sick"} for fs in ms] if "fragments" in METHODS[name] else ms
   pairs = zip(jax.tree.leaves((*got[:2], strip(got[2]))), jax.tree.leaves((*want[:2], strip(want[2]))), strict=True)
   for a, b in pairs:
-    np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("devices", [None, 4, 2])
+@pytest.mark.parametrize("name, devices", [*((name, None) for name in METHODS), ("GlobalM1LocalM2", 4), ("diloco", 2),
+                                           ("streaming_diloco", 4), ("data_parallel", 4), ("gasloc", 2)])
 def test_all_but_one_sick_for_two_rounds_and_then_well(x64, name, devices):
   """Numbers stay finite everywhere, and the one that is healthy learns: its own loss falls over the rounds."""
   batches = data(M, 4)
@@ -208,7 +199,7 @@ def test_all_but_one_sick_for_two_rounds_and_then_well(x64, name, devices):
   for batch in batches:  # the healthy one sees the same data every round
     for k in batch:
       batch[k][2] = fixed[k]
-  state, metrics, _ = train(fgd.methods.make(name, **METHODS[name]), batches, devices)
+  state, metrics, _ = train(fgd.methods.make(name, **METHODS[name]), batches, devices, inner=optax.sgd(0.05, momentum=0.9))
   assert finite(state)
   assert [m["quarantine"].astype(bool).tolist() for m in metrics] == [
       [False] * 4, [True, True, False, True], [True, True, False, True], [False] * 4]
@@ -220,7 +211,7 @@ def test_all_but_one_sick_for_two_rounds_and_then_well(x64, name, devices):
 def test_placements_agree(x64, name):
   batches = poisoned(poisoned(data(M, 3), (1,)), (1, 2), worker=0)
   states = [train(fgd.methods.make(name, **METHODS[name]), batches, devices, inner=optax.sgd(0.1, momentum=0.9))[0]
-            for devices in (None, 2, 4)]
+            for devices in (None, 4 if name != "diloco" else 2)]
   for other in states[1:]:
     for a, b in zip(jax.tree.leaves(other[:3]), jax.tree.leaves(states[0][:3]), strict=True):
       np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9, atol=1e-11)
@@ -231,8 +222,8 @@ def test_placements_agree(x64, name):
 def test_forms_of_overlap_agree(x64, name, form):
   batches = poisoned(data(M, 3, steps=18), (1,))
   method = fgd.methods.make(name, **(METHODS[name] | ({"delay": 6} if name.startswith("streaming") else {})))
-  want, _, _ = train(method, batches)
-  got, metrics, _ = train(method, batches, 4, overlap=form)
+  want, _, _ = train(method, batches, inner=optax.sgd(0.1))
+  got, metrics, _ = train(method, batches, 4, inner=optax.sgd(0.1), overlap=form)
   assert metrics[1]["quarantine"].tolist() == [0, 0, 1, 0]
   for a, b in zip(jax.tree.leaves(got[:3]), jax.tree.leaves(want[:3]), strict=True):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9, atol=1e-11)
@@ -275,8 +266,7 @@ def test_parameters_and_outer_steps_that_are_not_finite_have_their_cause(x64):
 # --- workers that come back -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["diloco", "LocalM1M2", "streaming_diloco"])
-@pytest.mark.parametrize("devices", [None, 4, 2])
+@pytest.mark.parametrize("name, devices", [("diloco", None), ("LocalM1M2", 4), ("streaming_diloco", 2)])
 def test_rejoin_copies_the_donor(x64, name, devices):
   """Parameters, method state and counts are the donor's, the inner optimizer's numbers as at the start; others stay."""
   state, _, round_fn = train(fgd.methods.make(name, **METHODS.get(name, {})), data(M, 2), devices)
