@@ -118,14 +118,14 @@ def trained(words: str, seeds: list[int], measured: bool):
   workers = fgd.Workers(config.workers)
   init, round_fn = fgd.build_round(
       configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      measure=("consensus", trainer.js_of(model.apply, probe)), drops=bool(config.faults.drop))
+      measure=("consensus", trainer.js_of(model.apply, probe)), faults=configs.faulty(config))
   evaluate = trainer.make_evaluation(model.loss, heldout, workers)
   for seed in seeds:
     began = time.time()
     state = init(jax.jit(model.init)(jax.random.key(seed)))
     batches = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, seed)
     config.faults.seed = seed
-    played = faults.simulate(config, round_fn, state.params, batches[0]) if faults.wanted(config) else None
+    played = faults.simulate(config, round_fn, state.params, batches[0]) if configs.simulated(config) else None
     for r in range(config.rounds):
       links = played.links(r) if config.faults.drop else None
       state, metrics = round_fn(state, batches[r], measured=measured and r == config.rounds - 1, links=links)

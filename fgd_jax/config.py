@@ -187,32 +187,65 @@ def worker_weights(config: ConfigDict) -> list[float] | None:
   return weights
 
 
+def faulty(config: ConfigDict) -> bool:
+  """Whether something fails in training."""
+  return bool(config.faults.drop or (config.faults.crash_every and config.faults.on_crash == "proceed"))
+
+
+def simulated(config: ConfigDict) -> bool:
+  """Whether the run is simulated: it asks for faults, or for the time on a network."""
+  faults = config.faults
+  return bool(faults.drop or faults.crash_every or faults.pause_every or config.network.bandwidth)
+
+
 def fault_model(config: ConfigDict) -> tuple[netsim.Links, netsim.StepTimes, netsim.Drops, netsim.Interruptions,
                                              netsim.Interruptions]:
   """Links, step times, drops, crashes and pauses of a config, as `fgd_jax.netsim.simulate` takes them.
 
   Raises:
-    ValueError: an impossible value, in one sentence that names the key.
+    ValueError: an impossible value, or one without effect, in one sentence that names the key.
   """
   faults, network = config.faults, config.network
-  for what in ("crash", "pause"):
-    if faults[f"{what}_every"] and not faults[f"{what}_seconds"]:
-      raise ValueError(f"faults.{what}_every={faults[f'{what}_every']:g} needs faults.{what}_seconds, the time until a "
-                       "worker is back.")
+  _refuse_idle_faults(config)
   if faults.on_crash not in ("wait", "proceed"):
     raise ValueError(f"faults.on_crash={faults.on_crash!r} must be 'wait' or 'proceed'.")
+  if faults.seed is not None and faults.seed < 0:
+    raise ValueError(f"faults.seed={faults.seed} must not be negative.")
   try:
     links = netsim.read_links(network.bandwidth or "1Gbps", config.workers, network.latency)
     times = netsim.parse_step_times(network.step_seconds or "1", network.jitter)
+    if network.transfer is not None:
+      netsim.cost(network.transfer, config.workers)
+  except (ValueError, OSError) as e:
+    raise ValueError(f"network.{e}") from e
+  try:
     drops = netsim.Drops(faults.drop, faults.drop_unit, faults.drop_at, faults.late_mix1)
     crashes = netsim.Interruptions(faults.crash_every, faults.crash_seconds, faults.crash_shape)
     pauses = netsim.Interruptions(faults.pause_every, faults.pause_seconds, fixed=False)
-  except (ValueError, OSError) as e:
-    raise ValueError(f"faults or network: {e}") from e
+  except ValueError as e:
+    raise ValueError(f"faults.{e}") from e
   if len(times.seconds) not in (1, config.workers):
     raise ValueError(f"network.step_seconds={network.step_seconds!r} holds {len(times.seconds)} values for "
                      f"workers={config.workers}; give one, or one for each.")
   return links, times, drops, crashes, pauses
+
+
+def _refuse_idle_faults(config: ConfigDict) -> None:
+  """Keys that would do nothing."""
+  needs = [("network", ("step_seconds", "latency", "jitter", "transfer"), "network.bandwidth", simulated(config)),
+           ("faults", ("drop_unit", "drop_at", "late_mix1"), "faults.drop", config.faults.drop),
+           ("faults", ("crash_seconds", "crash_shape", "on_crash"), "faults.crash_every", config.faults.crash_every),
+           ("faults", ("pause_seconds",), "faults.pause_every", config.faults.pause_every)]
+  usual = default()
+  for section, keys, needed, there in needs:
+    for key in keys:
+      if not there and config[section][key] != usual[section][key]:
+        raise ValueError(f"{section}.{key}={config[section][key]!r} has no effect without {needed}; set that, or leave it "
+                         "out.")
+  for what in ("crash", "pause"):
+    if config.faults[f"{what}_every"] and not config.faults[f"{what}_seconds"]:
+      raise ValueError(f"faults.{what}_every={config.faults[f'{what}_every']:g} needs faults.{what}_seconds, the time until "
+                       "a worker is back.")
 
 
 def profiled_rounds(config: ConfigDict) -> range:
@@ -332,7 +365,7 @@ def build_round(config: ConfigDict, loss_fn: Callable, workers: Workers, measure
   return build(
       make_method(config), loss_fn, make_inner_optimizer(config), workers=workers, seed=config.seed, measure=measure,
       accumulate=config.accumulate, overlap=overlap or config.overlap.form, worker_weights=worker_weights(config),
-      quarantine=config.faults.quarantine, drops=bool(config.faults.drop), **sharding.inside_worker(workers.mesh))
+      quarantine=config.faults.quarantine, faults=faulty(config), **sharding.inside_worker(workers.mesh))
 
 
 def set_cpu_devices(config: ConfigDict, processes: int = 1) -> None:

@@ -125,10 +125,11 @@ class Cycle:
       z, opt, ms, metrics = self._examined(z, after, opt, ms, metrics)
       x = mix1.finish(raw, sent, carried)
       part, before = self._part(parts, z, fs, p, group), z
-    z, fs = self._landed(parts, z, part, x, fs, memo, sent, due, ctx, p, group)
+    z, fs, fine = self._landed(parts, z, part, x, fs, memo, sent, due, ctx, p, group)
     if "sick" in fs:  # of what it departed with; steps in flight count for the next exchange
       fs = {**fs, "sick": _where(due, metrics["quarantine"][:, 0] > 0 if self.delay else jnp.zeros_like(fs["sick"]),
                                  pick(ms)["sick"])}
+      metrics["quarantine"] = jnp.where(fine[:, None] | (metrics["quarantine"] > 0), metrics["quarantine"], 3)
     write = lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), position, axis=1)
     ms = (*ms[:g], jax.tree.map(write, ms[g], fs), *ms[g + 1:])
     if 0 < self.delay < self.length:
@@ -138,16 +139,18 @@ class Cycle:
     return (z, opt, ms), before, metrics
 
   def _landed(self, parts, z, part, x, fs, memo, sent, due, ctx, p, group):
-    """The fragment arrives, where it was due."""
+    """The fragment arrives, where it was due; returns z, fs and whose outer step was finite (bool [K], or None)."""
     own = {k: v for k, v in fs.items() if k not in ("rounding", "sick")}
     new, state = self._each(self.method.arrive, part, x, own, memo, ctx)
     if self.method.feeds_back:
       state = {**state, "error": self._each(lambda sent, ctx: unsent(self.method.mix1, sent, ctx), sent, ctx)}
+    fine = None
     if self.fresh is not None:  # an outer step that is not finite does not take place
       fine = finite_rows((new, state))
       new, state = quarantine.keep(fine, new, part), quarantine.keep(fine, state, {k: fs[k] for k in state})
+      fine = fine | ~jnp.asarray(due)
     fs = {**fs, **_where(due, state, {k: fs[k] for k in state})}
-    return self._put(parts, z, _where(due, new, part), fs, p, group)
+    return *self._put(parts, z, _where(due, new, part), fs, p, group), fine
 
   def _part(self, parts, z, fs, p, group) -> PyTree:
     """Fragment p of all workers of the slot; in float32 with what the parameters' rounding lost when it last arrived."""

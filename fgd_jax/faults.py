@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ from ml_collections import ConfigDict
 from fgd_jax import config as configs
 from fgd_jax import netsim
 from fgd_jax.methods import Fragmented, Method
+from fgd_jax.mixing import Mixer
 from fgd_jax.round import Round
 
 PyTree = Any
@@ -48,8 +47,10 @@ class Faults:
     workers = self.alive.shape[1]
     tables: dict[str, np.ndarray] = {}
     for failure in self.failures.get(r, ()):
-      mixer, event, events = self._exchange(failure.exchange)
-      table = tables.setdefault(mixer.key, np.ones((events, workers, workers), bool))[event]
+      mixer, event = self._exchange(failure.exchange)
+      shape = (workers, workers) if event is None else (self.method.count, workers, workers)  # type: ignore[attr-defined]
+      table = tables.setdefault(mixer.key, np.ones(shape, bool))
+      table = table if event is None else table[event]
       if mixer.topology.bank[0].mean:
         table[:] = False
       else:
@@ -57,26 +58,25 @@ class Faults:
         table[i, j] = table[j, i] = False
     return tables
 
-  def _exchange(self, name: str) -> tuple[Any, int, int]:
-    """The mixer of an exchange of the simulator, its number among those of a round, and how many there are."""
+  def _exchange(self, name: str) -> tuple[Mixer, int | None]:
+    """The mixer of an exchange of the simulator, and of fragments its number among those of a round."""
     if not isinstance(self.method, Fragmented):
-      return getattr(self.method, name), 0, 1
-    p, count = int(name.removeprefix("fragment ")), self.method.count
-    return self.method.mix1, (p - 1) % count if self.method.blocks else p, count  # blocking, 0 departs at the end of a round
+      return getattr(self.method, name), None
+    p = int(name.removeprefix("fragment "))
+    blocks = self.method.blocks  # then fragment 0 departs at the end of a round
+    return self.method.mix1, (p - 1) % self.method.count if blocks else p
 
   def rejoining(self, r: int) -> list[tuple[int, int]]:
-    """(worker, donor) for each worker that is back in round r: the next one that was there in the round before."""
-    if r == 0:
-      return []
-    before, now = self.alive[r - 1], self.alive[r]
-    workers = len(now)
-    pairs = []
-    for m in np.flatnonzero(now & ~before):
-      donors = [(m + i) % workers for i in range(1, workers) if before[(m + i) % workers]]
-      if donors:  # with nobody there before, everyone goes on from what it had
-        pairs.append((int(m), int(donors[0])))
-    return pairs
+    """(worker, donor) for each worker that is back in round r and has missed something.
 
+    The donor is the next one of those that were there last; their states are the newest.
+    """
+    there = np.flatnonzero(self.alive[:r].any(axis=1))
+    if not len(there):
+      return []
+    before, workers = self.alive[there[-1]], self.alive.shape[1]
+    return [(int(m), next((m + i) % workers for i in range(1, workers) if before[(m + i) % workers]))
+            for m in map(int, np.flatnonzero(self.alive[r] & ~before))]
 
   def record(self, r: int) -> dict[str, Any]:
     """What metrics.jsonl says of round r."""
@@ -93,16 +93,10 @@ class Faults:
                for m in np.flatnonzero(~before & self.alive[r])])
 
   def describe(self) -> str:
-    """One line for the log."""
+    """What happens in all, for the log."""
     failed, down = sum(map(len, self.failures.values())), int((~self.alive).sum())
     return (f"{self.seconds[-1]:,.1f} s for {len(self.seconds)} rounds, compute utilisation "
             f"{100 * self.utilization[-1]:.1f} %, {failed} exchanges fail, workers are down for {down} rounds in all.")
-
-
-def wanted(config: ConfigDict) -> bool:
-  """Whether the config asks for faults or for simulated time."""
-  faults = config.faults
-  return bool(faults.drop or faults.crash_every or faults.pause_every or config.network.bandwidth)
 
 
 def simulate(config: ConfigDict, round_fn: Round, params: PyTree, batches: PyTree) -> Faults:
@@ -124,15 +118,10 @@ def simulate(config: ConfigDict, round_fn: Round, params: PyTree, batches: PyTre
   failures = collections.defaultdict(list)
   for failure in result.failures:
     failures[failure.round].append(failure)
-  ends, shares = _filled(result.round_ends), np.nan_to_num(np.asarray(result.round_utilization))
-  took = np.diff(ends, prepend=0)
+  finished = np.isfinite(result.round_ends)
+  if not finished.any():
+    raise ValueError(f"faults.crash_every={faults.crash_every:g} s: no worker ever finishes a round; take rarer crashes.")
+  ends = np.maximum.accumulate(np.nan_to_num(np.asarray(result.round_ends)))  # nobody's round ends with the one before
+  shares, took = np.nan_to_num(np.asarray(result.round_utilization)), np.diff(ends, prepend=0)
   return Faults(method, np.asarray(result.finished, bool), dict(failures), ends,
                 np.cumsum(took * shares) / np.maximum(ends, 1e-300))
-
-
-def _filled(ends: Sequence[float]) -> np.ndarray:
-  """Ends of rounds, of which those that nobody finished end with the one before."""
-  out = np.maximum.accumulate(np.nan_to_num(np.asarray(ends, np.float64)))
-  if not math.isfinite(float(out.sum())):
-    raise ValueError("The simulated network never finishes a round; check network.* and faults.*.")
-  return out

@@ -37,10 +37,12 @@ def examine(start: PyTree, w: PyTree, opt: PyTree, loss_KxS: jax.Array, fresh: C
   Returns:
     w, opt, and the cause by worker, int32 [K].
   """
-  lost, broken = ~jnp.isfinite(loss_KxS).all(axis=1), ~finite_rows((w, opt))
+  new = fresh(start)
+  usual = jax.tree.map(lambda x, n: jnp.where(x == n, 0, x), opt, new)  # an optimizer may start with an infinity
+  lost, broken = ~jnp.isfinite(loss_KxS).all(axis=1), ~finite_rows((w, usual))
   sick = broken if averaged else broken | lost
   cause = jnp.where(lost, 1, jnp.where(broken, 2, 0)).astype(jnp.int32)
-  return keep(~sick, w, start), renewed(sick, opt, fresh(start)), cause
+  return keep(~sick, w, start), renewed(sick, opt, new), cause
 
 
 def renewed(where: jax.Array, opt: PyTree, fresh: PyTree) -> PyTree:
@@ -60,8 +62,11 @@ def landed(new: PyTree, old: PyTree, cause: jax.Array) -> tuple[PyTree, jax.Arra
   return keep(fine, new, old), jnp.where(fine | (cause > 0), cause, 3)
 
 
-def rejoin_program(workers: Workers, fresh: Callable[[PyTree], PyTree]) -> Callable:
-  """(z, inner_opt_state, ms, worker, donor) -> the same with the donor's values for the worker (`Round.rejoin`)."""
+def rejoin_program(workers: Workers, fresh: Callable[[PyTree], PyTree] | None) -> Callable:
+  """(z, inner_opt_state, ms, worker, donor) -> the same with the donor's values for the worker (`Round.rejoin`).
+
+  `fresh` as in `examine`; None: the inner optimizer's numbers are the donor's, too.
+  """
   def given(x, ids, worker, donor):
     numbers = x.astype(jnp.int32) if x.dtype == bool else x
     rows = lambda index: (ids == index).reshape((-1,) + (1,) * (x.ndim - 1))
@@ -70,7 +75,7 @@ def rejoin_program(workers: Workers, fresh: Callable[[PyTree], PyTree]) -> Calla
 
   def body(z, opt, ms, ids, worker, donor):
     z, opt, ms = jax.tree.map(lambda x: given(x, ids, worker, donor), (z, opt, ms))
-    return z, renewed(ids == worker, opt, fresh(z)), ms
+    return z, opt if fresh is None else renewed(ids == worker, opt, fresh(z)), ms
 
   def run(z, opt, ms, worker, donor):
     ids = jnp.arange(workers.count, dtype=jnp.int32)

@@ -84,7 +84,7 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
                 seed: int = 0, measure: Sequence[Any] = (), accumulate: int = 1,
                 worker_weights: Sequence[float] | None = None, param_sharding: Rules = (),
                 batch_sharding: PartitionSpec = PartitionSpec(), inner_loop: str = "auto", overlap: str = "auto",
-                quarantine: bool = False, drops: bool = False) -> tuple[Callable[[PyTree], State], "Round"]:
+                quarantine: bool = False, faults: bool = False) -> tuple[Callable[[PyTree], State], "Round"]:
   """Builds `init` and the round of a method for any model.
 
   Args:
@@ -107,7 +107,7 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
       hardware, "auto" (`fgd_jax.overlap`). It never changes the algorithm.
     quarantine: a worker whose loss or state turns non-finite is left out of the exchanges and restored, without a
       collective more (`fgd_jax.quarantine`); metrics get `quarantine`.
-    drops: rounds take `links`, exchanges that fail.
+    faults: rounds take `links`, exchanges that fail, and a worker that is not alive is down: it keeps its whole state.
 
   Returns:
     init(params) -> State; every worker starts at `params`, which are not consumed.
@@ -124,7 +124,7 @@ def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.Gradient
     check_quarantine(bound, worker_weights)
   overlap_forms.plan(overlap, bound, workers, steps=2**31 - 1)  # refuses forms that no H makes possible
   round_fn = Round(bound, loss_fn, inner_optimizer, workers, int(seed), tuple(measure), accumulate, weights,
-                   tuple(param_sharding), batch_sharding, inner_loop, overlap, bool(quarantine), bool(drops))
+                   tuple(param_sharding), batch_sharding, inner_loop, overlap, bool(quarantine), bool(faults))
   return round_fn.init, round_fn
 
 
@@ -132,7 +132,7 @@ class Round:
   """round_fn(state, batches, alive=None, measured=True, links=None) -> (state, metrics).
 
   `batches` is a pytree of [M, H, ...] leaves; H is read off the shape. The old state is donated. `alive` [M] bool takes
-  workers out of all exchanges of this round (they keep their own values). `links`, where the round was built with drops:
+  workers out of all exchanges of this round (they keep their own values). `links`, where the round was built with faults:
   by mixer key bool [M, M], or [events, M, M] for fragments, symmetric, False where a pair cannot exchange (both keep their
   own values) and, on the diagonal, where a worker takes no part; an overlapped mean that all miss was given up. `metrics`:
   `loss` [M, H] and, where the loss has them, `aux` [M, H, ...], on the device; `bytes_overlapped`, `bytes_blocking`, bytes
@@ -144,10 +144,10 @@ class Round:
   """
 
   def __init__(self, method, loss_fn, inner_optimizer, workers, seed, measure, accumulate, weights, param_rules,
-               batch_spec, inner_loop, overlap, quarantine, drops):
+               batch_spec, inner_loop, overlap, quarantine, faults):
     self.method = method
     self._inner, self._workers = Inner(loss_fn, inner_optimizer, accumulate, seed, method, quarantine), workers
-    self._quarantine, self._drops = quarantine, drops
+    self._quarantine, self._faults = quarantine, faults
     self._measure, self._accumulate, self._weights = measure, accumulate, weights
     self._param_rules, self._batch_spec = param_rules, batch_spec
     if inner_loop == "auto":
@@ -205,24 +205,28 @@ class Round:
   def eval_params(self, state: State, alive: Any = None) -> PyTree:
     """The parameters that the method's paper evaluates: the workers' mean unless the method says otherwise.
 
-    `alive` [M] bool: the workers that count; None: all.
+    `alive` [M] bool: the workers that count; None, or nobody: all.
     """
     _refuse_consumed(state)
+    alive = alive_mask(alive, self._workers.count)
+    alive = alive if alive.any() else ~alive
     if self._evaluated is None:
       self._evaluated = jax.jit(lambda z, ms, alive: self.method.eval_params(z, ms, alive, self._weights))
-    return self._evaluated(state.params, state.method_state, alive_mask(alive, self._workers.count))
+    return self._evaluated(state.params, state.method_state, alive)
 
   def rejoin(self, state: State, worker: int, donor: int) -> State:
     """The state in which `worker`, back after rounds without it, has the donor's parameters and method state.
 
-    Its inner optimizer's numbers are as at the start, and its counts as the donor's. The old state is donated.
+    Its inner optimizer's numbers are as at the start (where gradients are averaged in every step: the donor's, or the
+    workers would no longer be alike), and its counts the donor's. The old state is donated.
     """
     _refuse_consumed(state)
     for name, index in (("worker", worker), ("donor", donor)):
       if not 0 <= index < self._workers.count:
         raise ValueError(f"{name}={index} must be a worker from 0 to {self._workers.count - 1}.")
     if self._rejoined is None:
-      self._rejoined = jax.jit(sick_bay.rejoin_program(self._workers, self._fresh), donate_argnums=(0, 1, 2),
+      fresh = self._fresh if self.method.inner_grad is None else None
+      self._rejoined = jax.jit(sick_bay.rejoin_program(self._workers, fresh), donate_argnums=(0, 1, 2),
                                out_shardings=host.shardings(self._shapes(state, {})[:3]))
     z, inner_opt_state, ms = self._rejoined(*self._bring(state)[:3], np.int32(worker), np.int32(donor))
     return State(z, inner_opt_state, ms, state.round)
@@ -244,9 +248,9 @@ class Round:
     self._check(state.params, batches)
     r = int(state.round)
     alive = alive_mask(alive, self._workers.count)
-    if links is not None and not self._drops:
-      raise ValueError("links were given to a round that was built without them; pass drops=True to build_round.")
-    tables = link_tables(self.method, links) if self._drops else None
+    if links is not None and not self._faults:
+      raise ValueError("links were given to a round that was built without them; pass faults=True to build_round.")
+    tables = link_tables(self.method, links) if self._faults else None
     measured = measured and bool(self._measure)
     state = self._bring(state)
     executables = self.compile(state, batches, measured=(measured,))
@@ -362,7 +366,9 @@ class Round:
     def inner(z, opt, batches, scalars):
       def body(z, opt, batches, ids, scalars):
         ctx = self._context(scalars, ids, permutation)
-        return self._examined(z, *self._inner_phases(z, opt, batches, ids, scalars, None, ctx)[:3])
+        phases = self._inner_phases(z, opt, batches, ids, scalars, None, ctx)
+        w, new, metrics = self._examined(z, *phases[:3], ids, scalars)
+        return w, self._down(ids, scalars, new, opt), metrics
 
       return spmd(body, stacks=4)(z, opt, batches, ids(), scalars)
 
@@ -389,23 +395,26 @@ class Round:
     if isinstance(self.method, Fragmented):
       mix_context = lambda sent, ctx: self._mix1_context(sent, z, ids, scalars, plan, permutation)._replace(
           event=ctx.event, healthy=ctx.healthy)
-      return Cycle(self.method, self._inner, self._workers, self._inner_loop, ctx, mix_context, plan.form == "ring",
-                   jax.tree.leaves(batches)[0].shape[1], self._fresh if self._quarantine else None).run(
-                       z, inner_opt_state, ms, batches)
+      cycle = Cycle(self.method, self._inner, self._workers, self._inner_loop, ctx, mix_context, plan.form == "ring",
+                    jax.tree.leaves(batches)[0].shape[1], self._fresh if self._quarantine else None)
+      *new, w, metrics = cycle.run(z, inner_opt_state, ms, batches)
+      if self._quarantine:
+        metrics["quarantine"] = jnp.where(ctx.alive[ids], metrics["quarantine"], 0)
+      return *self._down(ids, scalars, tuple(new), (z, inner_opt_state, ms)), w, metrics
     raw = riding = None
     if self.method.overlapped is not None:
       raw = self._start(z, ms, ids, scalars, plan, permutation)
       riding = _stacked(raw) if plan.form == "ring" else None
-    w, inner_opt_state, metrics, riding = self._inner_phases(z, inner_opt_state, batches, ids, scalars, riding, ctx)
+    w, opt, metrics, riding = self._inner_phases(z, inner_opt_state, batches, ids, scalars, riding, ctx)
     if raw is not None:
       raw = raw if riding is None else _unstacked(riding)
       if self._quarantine:  # looking at what is not behind the barrier would draw the transfer behind the loop
-        (w, inner_opt_state, metrics), raw = lax.optimization_barrier(((w, inner_opt_state, metrics), raw))
+        (w, opt, metrics), raw = lax.optimization_barrier(((w, opt, metrics), raw))
       else:
         w, raw = lax.optimization_barrier((w, raw))
-    w, inner_opt_state, metrics = self._examined(z, w, inner_opt_state, metrics)
+    w, opt, metrics = self._examined(z, w, opt, metrics, ids, scalars)
     z, ms, metrics = self._land(z, w, ms, raw, metrics, ids, scalars, plan, permutation)
-    return z, inner_opt_state, ms, w, metrics
+    return z, self._down(ids, scalars, opt, inner_opt_state), ms, w, metrics
 
   def _start(self, z, ms, ids, scalars, plan, permutation):
     """Mix1's collectives."""
@@ -419,12 +428,20 @@ class Round:
                                                    batches, ids, riding, how=self._inner_loop)
     return w, opt, {"loss": loss} if aux is None else {"loss": loss, "aux": aux}, riding
 
-  def _examined(self, z, w, opt, metrics):
+  def _examined(self, z, w, opt, metrics, ids, scalars):
     """w, inner_opt_state and metrics, without the steps of sick workers."""
     if not self._quarantine:
       return w, opt, metrics
-    w, opt, cause = sick_bay.examine(z, w, opt, metrics["loss"], self._fresh, self.method.inner_grad is not None)
-    return w, opt, {**metrics, "quarantine": cause}
+    loss, limits = metrics["loss"], self.method.inner_steps
+    if limits is not None:  # of steps that are not taken the loss does not matter
+      taken = jnp.arange(loss.shape[1]) < jnp.asarray(limits)[ids][:, None]
+      loss = jnp.where(taken, loss, 0)
+    w, opt, cause = sick_bay.examine(z, w, opt, loss, self._fresh, self.method.inner_grad is not None)
+    return w, opt, {**metrics, "quarantine": jnp.where(scalars["alive"][ids], cause, 0)}
+
+  def _down(self, ids, scalars, new, old):
+    """Workers that are down keep their whole state."""
+    return sick_bay.keep(scalars["alive"][ids], new, old) if self._faults else new
 
   def _land(self, z, w, ms, raw, metrics, ids, scalars, plan, permutation):
     """What follows the inner steps: Mix1's arithmetic, blocking exchanges, the outer step."""
@@ -435,10 +452,10 @@ class Round:
     ctx, cause = self._context(scalars, ids, permutation), metrics.get("quarantine")
     land = lambda z, w, x, ms, worker, healthy: self._land_one(z, w, x, ms, ctx._replace(worker=worker, healthy=healthy))
     new = self._workers.each(land, z, w, x, ms, ids, None if cause is None else cause == 0)
-    if cause is None:
-      return *new, metrics
-    (new_z, new_ms), cause = sick_bay.landed(new, (z, ms), cause)
-    return new_z, new_ms, {**metrics, "quarantine": cause}
+    if cause is not None:
+      new, cause = sick_bay.landed(new, (z, ms), cause)
+      metrics = {**metrics, "quarantine": jnp.where(ctx.alive[ids], cause, 0)}
+    return *self._down(ids, scalars, new, (z, ms)), metrics
 
   def _launch_one(self, z, ms):
     """One worker's launch; parameters narrower than float32 are represented by their float32 originals."""
@@ -494,7 +511,7 @@ class Round:
     """The small inputs of a round; draws of the mixers are made on the host."""
     choices = {m.key: np.int32(m.topology.choice(r)) for m in self.method.bound_mixers()}
     scalars = {"round": np.int32(r), "alive": alive, "choices": choices}
-    if self._drops:
+    if self._faults:
       scalars["links"] = link_tables(self.method, None) if tables is None else tables
     return scalars
 

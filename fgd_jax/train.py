@@ -114,7 +114,11 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
     write_config(config, workdir)
   first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
                                            jnp.int32))
-  troubles = faults.simulate(config, round_fn, state.params, {"tokens": first}) if faults.wanted(config) else None
+  troubles = None
+  if configs.simulated(config):
+    logging.info("Simulating %d rounds at %s for each worker and %s s an inner step ...", config.rounds,
+                 config.network.bandwidth or "1Gbps", config.network.step_seconds or "1")
+    troubles = faults.simulate(config, round_fn, state.params, {"tokens": first})
   start = int(state.round)
   steps_RxM = taken_steps(config, troubles)
   tokens = tokens_after(config, checkpoints.progress, steps_RxM)
@@ -162,8 +166,8 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
       batches = round_fn.from_local(next(iterator))
       measured = due(done + 1, config.measure_every, config.rounds)
       alive = links = None
-      if troubles is not None:
-        alive, links = troubles.alive[done], troubles.links(done) if config.faults.drop else None
+      if troubles is not None and configs.faulty(config):
+        alive, links = troubles.alive[done], troubles.links(done)
         for worker, donor in troubles.rejoining(done):
           state = round_fn.rejoin(state, worker, donor)
       with jax.profiler.StepTraceAnnotation("round", step_num=done + 1):
@@ -174,9 +178,9 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
       record = {"round": done + 1, "step": (done + 1) * config.inner_steps, "tokens": tokens[done + 1]}
       if troubles is not None:
         record |= troubles.record(done)
-        log.events(troubles.events(done, config.inner_steps))
-      previous, pending = pending, {"record": record, "metrics": metrics, "tokens": tokens[done + 1] - tokens[done],
-                                    "taken": steps_RxM[done]}
+      previous, pending = pending, {
+          "record": record, "metrics": metrics, "tokens": tokens[done + 1] - tokens[done], "taken": steps_RxM[done],
+          "events": [] if troubles is None else troubles.events(done, config.inner_steps)}
       flush(previous, log, config)
     flush(pending, log, config)
     profile.at(config.rounds + 1, state)
@@ -396,12 +400,13 @@ def flush(pending: dict[str, Any] | None, log: RunLog | NoLog, config: ConfigDic
   loss_MxH, causes_M = metrics.pop("loss"), metrics.pop("quarantine", None)
   counts = np.arange(config.inner_steps) < np.asarray(pending["taken"])[:, None]  # losses of steps that were taken
   finite = np.isfinite(loss_MxH)
+  log.events(pending["events"])
   if causes_M is not None:
     record["quarantined"] = int(np.count_nonzero(causes_M))
     log.events(quarantined(causes_M, finite, record, config.inner_steps))
-    if record["quarantined"] == config.workers:
-      raise NonFiniteError(f"All {config.workers} workers are in quarantine in round {record['round']} (events.jsonl says "
-                           "why), so nothing is learned. " + ADVICE)
+    if 0 < record["quarantined"] == record.get("workers_alive", config.workers):
+      raise NonFiniteError(f"All {record['quarantined']} workers are in quarantine in round {record['round']} (events.jsonl "
+                           "says why), so nothing is learned. " + ADVICE)
     counts = counts & finite
   elif not finite[counts].all():
     worker, h = np.argwhere(counts & ~finite)[0]
@@ -483,7 +488,7 @@ def make_evaluation(loss: Callable, heldout_NxBxL: np.ndarray, workers: fgd.Work
                     out_shardings=workers.replicated())
 
   def evaluate(mean: PyTree, stack: PyTree, alive: Any = None) -> dict[str, Any]:
-    alive = np.ones(workers.count, bool) if alive is None else alive
+    alive = np.ones(workers.count, bool) if alive is None or not alive.any() else alive
     return {"eval_loss": one(mean, batches), "eval_loss_workers": average(stack, batches, alive)}
 
   return evaluate

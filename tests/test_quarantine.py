@@ -1,6 +1,5 @@
 """Workers with numbers that are not finite: left out, restored, reported; the others never see them."""
 
-import functools
 import itertools
 import re
 
@@ -289,6 +288,61 @@ def test_a_diloco_worker_that_rejoins_is_one_of_them_again(x64):
       state = round_fn.rejoin(state, 0, 1)
   for x in jax.tree.leaves(state.params):
     np.testing.assert_allclose(np.asarray(x), np.broadcast_to(np.asarray(x)[1], x.shape), rtol=1e-13)
+
+
+def test_data_parallel_workers_are_alike_after_one_rejoins(x64):
+  batches = data(M, 4)
+  init, round_fn = fgd.build_round(fgd.methods.make("data_parallel"), least_squares, optax.adam(0.03), faults=True,
+                                   workers=fgd.Workers(M), quarantine=True)
+  state = init(START)
+  for r, batch in enumerate(batches):
+    state = round_fn.rejoin(state, 0, 1) if r == 2 else state
+    state, _ = round_fn(state, batch, alive=None if r != 1 else np.arange(M) != 0)
+  for x in jax.tree.leaves(state[:2]):
+    np.testing.assert_allclose(np.asarray(x), np.broadcast_to(np.asarray(x)[1], x.shape), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name, form", [("LocalM1M2", "auto"), ("LocalM1M2", "host"), ("streaming_diloco", "auto")])
+def test_who_is_down_keeps_everything_and_is_nobodys_concern(x64, name, form):
+  """Its data are NaN while it is down: no cause, and its rows are what they were."""
+  batches = poisoned(data(M, 2), (1,))
+  mesh = jax.make_mesh((M,), ("worker",), devices=jax.devices()[:M]) if form == "host" else None
+  init, round_fn = fgd.build_round(fgd.methods.make(name, **METHODS[name]), least_squares, optax.adamw(0.03), faults=True,
+                                   workers=fgd.Workers(M, mesh), quarantine=True, overlap=form)
+  state, _ = round_fn(init(START), batches[0])
+  before = jax.tree.map(np.array, state[:3])
+  state, metrics = round_fn(state, batches[1], alive=np.arange(M) != SICK)
+  assert metrics["quarantine"].tolist() == [0] * M and finite(state)
+  for x, y in zip(jax.tree.leaves(jax.tree.map(np.asarray, state[:3])), jax.tree.leaves(before), strict=True):
+    np.testing.assert_array_equal(x[SICK], y[SICK])
+  assert np.abs(np.asarray(state.params["a"]) - before[0]["a"])[0].max() > 0
+
+
+def test_steps_that_are_not_taken_make_nobody_sick(x64):
+  batches = data(M, 1)
+  batches[0]["y"][SICK, 2:] = np.nan
+  method = fgd.methods.make("gasloc", inner_steps=(3, 3, 2, 3))
+  state, metrics, _ = train(method, batches)
+  assert metrics[0]["quarantine"].tolist() == [0] * M and finite(state)
+
+
+def test_outer_steps_of_fragments_that_are_not_finite_are_reported():
+  params, batch = {"a": np.ones(4, np.float32)}, np.ones((2, 4, 4), np.float32)
+  for delay in (0, 1):
+    method = fgd.methods.make("streaming_diloco", fragments=2, order="flat", delay=delay, outer_lr=3e38, outer_momentum=0.9)
+    init, round_fn = fgd.build_round(method, lambda p, b, rng: 1e3 * jnp.sum(p["a"] * b), optax.sgd(1.0),
+                                     workers=fgd.Workers(2), quarantine=True)
+    state, causes = init(params), []
+    for _ in range(2):
+      state, metrics = round_fn(state, batch)
+      causes.append(metrics["quarantine"].tolist())
+    assert causes[-1] == [3, 3] and finite(state)
+
+
+def test_an_infinity_that_an_optimizer_starts_with_is_no_fault(x64):
+  best = optax.GradientTransformation(lambda p: {"best": jnp.inf}, lambda g, s, p: (jax.tree.map(lambda g: -0.1 * g, g), s))
+  _, metrics, _ = train(fgd.methods.make("diloco"), data(M, 1), inner=best)
+  assert metrics[0]["quarantine"].tolist() == [0] * M
 
 
 @pytest.mark.parametrize("build, words", [

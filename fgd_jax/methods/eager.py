@@ -49,7 +49,9 @@ class EagerDiLoCo(Outer):
     delta, sent = outer_gradient(z, w, ctx), self.launch(z, ms)
     error = unsent(self.mix1, sent, ctx._replace(healthy=None)) if self.feeds_back else ()  # sent before anyone was sick
     seen, alive = self.mix1.seen(sent, ctx), self.mix1.alive(ctx)
-    workers = jnp.where(alive[ctx.worker], jnp.sum(alive), 1)
+    here = alive[ctx.worker]
+    seen = jax.tree.map(lambda seen, sent: jnp.where(here, seen, sent), seen, sent)  # apart, it has its own as it was
+    workers = jnp.where(here, jnp.sum(alive), 1)
     x = sent if x is None else x
     eager = jax.tree.map(lambda x, new, old: x + (new - old) / workers.astype(x.dtype), x, delta, seen)
     z, state = outer_step(self.optimizer, eager, ms["outer"], start=z)

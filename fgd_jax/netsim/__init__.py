@@ -12,9 +12,10 @@ simulated rounds with measured losses. Nothing here needs a device.
 
 from fgd_jax.netsim.closed import utilization as closed_form
 from fgd_jax.netsim.failures import Drops, Interruptions, StepTimes, parse_step_times
-from fgd_jax.netsim.links import Links, parse_bandwidth, read_links
+from fgd_jax.netsim.links import Links, cost, parse_bandwidth, read_links
 from fgd_jax.netsim.plan import Exchange, Plan, make_plan, plan_of_config, plan_of_method
 from fgd_jax.netsim.rounds import Failure, Result, simulate
 
 __all__ = ["Drops", "Exchange", "Failure", "Interruptions", "Links", "Plan", "Result", "StepTimes", "closed_form",
-           "make_plan", "parse_bandwidth", "parse_step_times", "plan_of_config", "plan_of_method", "read_links", "simulate"]
+           "cost", "make_plan", "parse_bandwidth", "parse_step_times", "plan_of_config", "plan_of_method", "read_links",
+           "simulate"]

@@ -41,7 +41,7 @@ class Drops:
 
   def __post_init__(self):
     if not 0 <= self.probability < 1:
-      raise ValueError(f"drop={self.probability:g} must be a probability below 1.")
+      raise ValueError(f"drop={self.probability!r} must be a probability, at least 0 and below 1.")
     for key, value, known in (("drop_unit", self.unit, UNITS), ("drop_at", self.at, ("end", "uniform")),
                               ("late_mix1", self.late_mix1, ("skip", "wait"))):
       if value not in known:

@@ -363,7 +363,7 @@ def _refuse_endless(plan: Plan, times: StepTimes, drops: Drops, crashes: Interru
   """Raises ValueError where failures come so often that a simulation would hardly ever end."""
   repeated = any(e.mean and (e.blocking or drops.late_mix1 == "wait") for e in plan.exchanges)
   if repeated and drops.unit != "round" and 1 - drops.of(plan.workers) < LEAST_CHANCE:
-    raise ValueError(f"drop={drops.probability:g} for each {drops.unit}: a mean over {plan.workers} workers would succeed "
+    raise ValueError(f"drop={drops.probability!r} for each {drops.unit}: a mean over {plan.workers} workers would succeed "
                      f"once in {1 / max(1 - drops.of(plan.workers), 1e-18):.2g} attempts; take a smaller probability.")
   points = sorted({0, plan.steps, *(step for e in plan.exchanges for step in (e.start, e.due))})
   stretch = max(times.seconds) * max(b - a for a, b in zip(points, points[1:]))
