@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from fgd_jax.config import FREE_KEYS, WORKER_KEYS, flat, steps_of_workers, unflat
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import path_of
-from fgd_jax.round import State
+from fgd_jax.state import State
 
 
 class ConfigMismatchError(ValueError):

@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fgd_jax.methods.base import narrowed
-from fgd_jax.round import Originals, Round, State
+from fgd_jax.round import Round
+from fgd_jax.state import Originals, State
 from fgd_jax.workers import Workers
 
 PyTree = Any

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,38 +46,11 @@ from fgd_jax.methods.base import narrowed, widened
 from fgd_jax.mixing import Context, path_of
 from fgd_jax.mixing.pack import Packing
 from fgd_jax.sharding import Rules, like_params, param_specs
+from fgd_jax.state import Originals, State, narrow, refuse_consumed
 from fgd_jax.workers import Workers
 
 PyTree = Any
 LossFn = Callable[..., Any]
-
-
-class State(NamedTuple):
-  """Everything a run is: leaves of all but `round` are [M, ...] and live on the devices.
-
-  Attributes:
-    params: the workers' parameters z.
-    inner_opt_state: the inner optimizer's state of each worker; it survives across rounds.
-    method_state: the method's own state (outer momentum, ...).
-    round: completed rounds, a host NumPy int32.
-  """
-
-  params: PyTree
-  inner_opt_state: PyTree
-  method_state: PyTree
-  round: Any
-
-
-class Originals(NamedTuple):
-  """The method state where parameters are narrower than float32, so that small outer updates do not vanish in rounding.
-
-  Attributes:
-    method: the method's own state.
-    params: the outer parameters in float32; the workers' are these, rounded.
-  """
-
-  method: PyTree
-  params: PyTree
 
 
 def build_round(method: Method, loss_fn: LossFn, inner_optimizer: optax.GradientTransformation, *, workers: Workers,
@@ -189,7 +162,7 @@ class Round:
     ms = self.method.init(wide)
     if self._quarantine and isinstance(self.method, Fragmented):  # whether steps were thrown away since it last departed
       ms = tuple({**fs, "sick": jnp.zeros(jax.tree.leaves(fs["theta"])[0].shape[0], bool)} for fs in ms)
-    if not (self.method.outer_steps and _narrow(params)):
+    if not (self.method.outer_steps and narrow(params)):
       return ms
     if isinstance(self.method, Fragmented):  # what rounding took from each fragment when it last arrived
       return tuple({**fs, "rounding": jax.tree.map(jnp.zeros_like, fs["theta"])} for fs in ms)
@@ -207,7 +180,7 @@ class Round:
 
     `alive` [M] bool: the workers that count; None, or nobody: all.
     """
-    _refuse_consumed(state)
+    refuse_consumed(state)
     alive = alive_mask(alive, self._workers.count)
     alive = alive if alive.any() else ~alive
     if self._evaluated is None:
@@ -220,7 +193,7 @@ class Round:
     Its inner optimizer's numbers are as at the start (where gradients are averaged in every step: the donor's, or the
     workers would no longer be alike), and its counts the donor's. The old state is donated.
     """
-    _refuse_consumed(state)
+    refuse_consumed(state)
     for name, index in (("worker", worker), ("donor", donor)):
       if not 0 <= index < self._workers.count:
         raise ValueError(f"{name}={index} must be a worker from 0 to {self._workers.count - 1}.")
@@ -244,7 +217,7 @@ class Round:
       raise ValueError(f"round_fn takes the State that init or an earlier round returned, not {type(state).__name__}.")
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
       raise ValueError("A round is one compiled program and cannot run under jax.disable_jit(); debug loss_fn by itself.")
-    _refuse_consumed(state)
+    refuse_consumed(state)
     self._check(state.params, batches)
     r = int(state.round)
     alive = alive_mask(alive, self._workers.count)
@@ -522,11 +495,6 @@ class Round:
     check_round(self.method, params, batches, self._workers.count, self._accumulate)
 
 
-def _narrow(params: PyTree) -> bool:
-  """Whether a leaf is narrower than float32."""
-  return any(jnp.dtype(x.dtype).itemsize < 4 for x in jax.tree.leaves(params))
-
-
 def _stacked(tree: PyTree) -> PyTree:
   """A leading axis of size 1, so that what differs from position to position can leave a program."""
   return jax.tree.map(lambda x: x[None], tree)
@@ -534,23 +502,6 @@ def _stacked(tree: PyTree) -> PyTree:
 
 def _unstacked(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x[0], tree)
-
-
-@jax.jit
-def _mean(stack: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: jnp.mean(x, axis=0).astype(x.dtype), stack)
-
-
-def mean_params(state: State) -> PyTree:
-  """The average model: one exact mean over the workers' parameters, without the worker axis."""
-  _refuse_consumed(state)
-  return _mean(state.params)
-
-
-def _refuse_consumed(state: State) -> None:
-  if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state[:3])):
-    raise ValueError("This state was consumed by an earlier round (its buffers are donated); use the state that "
-                     "round_fn returned, or restore a checkpoint if that round failed.")
 
 
 def _consensus(w: PyTree, z: PyTree) -> dict[str, jax.Array]:

@@ -36,8 +36,8 @@ from fgd_jax.checkpoint import Checkpoints, Progress, refuse_other_config
 from fgd_jax.methods.base import finite_rows
 from fgd_jax.quarantine import CAUSES
 from fgd_jax.report import curves
-from fgd_jax.round import State
 from fgd_jax.runlog import NoLog, RunLog, read_lines, show_own_logs
+from fgd_jax.state import State
 
 PyTree = Any
 LOCK_FILE = ".lock"

@@ -198,7 +198,8 @@ def test_all_but_one_sick_for_two_rounds_and_then_well(x64, name, devices):
   for batch in batches:  # the healthy one sees the same data every round
     for k in batch:
       batch[k][2] = fixed[k]
-  state, metrics, _ = train(fgd.methods.make(name, **METHODS[name]), batches, devices, inner=optax.sgd(0.05, momentum=0.9))
+  inner = None if name == "isoloco" else optax.sgd(0.05, momentum=0.9)  # its large outer steps need small inner ones
+  state, metrics, _ = train(fgd.methods.make(name, **METHODS[name]), batches, devices, inner=inner)
   assert finite(state)
   assert [m["quarantine"].astype(bool).tolist() for m in metrics] == [
       [False] * 4, [True, True, False, True], [True, True, False, True], [False] * 4]
