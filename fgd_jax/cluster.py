@@ -98,9 +98,12 @@ def from_jax(environment: Mapping[str, str], seconds: float) -> Cluster | None:
     StartError: jax recognises one and cannot read it.
   """
   from jax._src.clusters import ClusterEnv  # the only place where jax says what it would join before joining it
-  if not any(kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method):
-    return None
+  # A pod is not a job of several: jax would ask Kubernetes about any pod, and fail in most.
+  kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and (
+      kind.name != "k8s" or "JOB_COMPLETION_INDEX" in environment)]
   try:
+    if not any(kind.is_env_present() for kind in kinds):
+      return None
     address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, int(seconds))
   except Exception as e:  # metadata servers and name services fail in many ways

@@ -64,7 +64,7 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   distributed.start(configs.flat(config), config.limits.start)
   with contextlib.ExitStack() as stack:
     distributed.by_leader("claiming the run's folder", lambda: stack.enter_context(claimed(workdir)), config.limits.start)
-    distributed.shared_folder(workdir)
+    distributed.shared_file(os.path.join(workdir, LOCK_FILE), config.limits.start)
     watch = stack.enter_context(distributed.Watch(config.limits.stall if distributed.count() > 1 else 0))
     return _train(config, workdir, watch)
 
