@@ -39,6 +39,7 @@ from fgd_jax.runlog import NoLog, RunLog, read_lines, show_own_logs
 
 PyTree = Any
 LOCK_FILE = ".lock"
+LOST_PEER = 4  # exit status: launch/common.sh looks for the process that died, not for those that lost it
 ADVICE = ("Nothing was saved over earlier checkpoints. Try a lower inner.lr or method.outer_lr in a new --workdir, or look "
           "at that worker's data.")
 
@@ -431,7 +432,7 @@ def main(argv: list[str]) -> None:
       raise
     logging.error("Process %d ends: %s. Another process has probably died; see its log. The same command goes on from the "
                   "last checkpoint.", distributed.index(), str(e).strip().splitlines()[0][:300])
-    raise SystemExit(1) from e
+    raise SystemExit(LOST_PEER) from e
   except KeyboardInterrupt as e:
     logging.error("Interrupted; the same command continues from the last checkpoint in %s.", flags.FLAGS.workdir)
     raise SystemExit(130) from e

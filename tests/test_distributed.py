@@ -1,5 +1,6 @@
 """Several processes, one run: the roll call, decisions taken together, time limits, and a run that equals that of one."""
 
+import dataclasses
 import glob
 import json
 import os
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -229,7 +229,8 @@ def test_cpu_devices_of_a_process(settings, processes, devices, monkeypatch):
   assert asked == {"jax_num_cpu_devices": devices}
 
 
-class Device(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Device:
   """As much of a device as a mesh looks at."""
 
   id: int
