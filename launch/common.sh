@@ -22,7 +22,7 @@ parse_options() {
   for word in "$@"; do
     case "$word" in
       --dry-run) dry_run=1; continue ;;
-      -h|--help) awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"; exit 0 ;;
+      -h|--help) awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "launch/$script"; exit 0 ;;
       --config.*=*) train_options+=("$word"); continue ;;
       --*=*) ;;
       *) fail "$word is not an option of the form --name=value; --help lists them." ;;
@@ -52,7 +52,7 @@ quoted() {
 
 run() { if [ -n "$dry_run" ]; then quoted "$@"; echo; else "$@"; fi }
 
-# write FILE [MODE]: the file's text comes from standard input.
+# write FILE: the file's text comes from standard input.
 write() {
   if [ -n "$dry_run" ]; then
     echo "cat > $(quoted "$1") <<'END_OF_FILE'"
