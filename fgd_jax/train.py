@@ -84,7 +84,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   workers = configs.make_workers(config)
   distributed.preflight(workers.mesh, limit)
   corpus = distributed.together(
-      "the training data", lambda: data.load(config.data, config.seq_len, config.seed), limit,
+      "the training data", lambda: data.load(config.data, config.seq_len, config.seed), config.limits.stall or 1e6,
       same=lambda c: {"sequences": len(c.train), "held out": len(c.heldout), "unigram loss": repr(c.unigram_loss)})
   rounds_of_data = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed,
                                       only=workers.local)
