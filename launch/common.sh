@@ -100,9 +100,10 @@ pass_on() {
   kill -TERM "${pids[@]}" 2>/dev/null || true
 }
 
-# wait_for_all: 0 when all ended well; otherwise the status of the one that died, after the others were stopped.
+# wait_for_all: 0 when all ended well; otherwise a status, after all were stopped, and `failed` is the process that died: not
+# one that ended since it had lost another (4, or 134 by jax), where there is another or one that hangs.
 wait_for_all() {
-  local i one status=0 left=${#pids[@]} ended=() killer=""
+  local i one status=0 left=${#pids[@]} ended=() killer="" hung=""
   failed=""
   if [ -n "$dry_run" ]; then echo "wait"; return 0; fi
   while [ "$left" -gt 0 ]; do
@@ -111,6 +112,7 @@ wait_for_all() {
       ended[i]=1 left=$((left - 1)) one=0
       wait "${pids[$i]}" || one=$?
       if [ "$one" = 0 ]; then continue; fi
+      if [ -n "$killer" ] && ! kill -0 "$killer" 2>/dev/null; then hung=${hung:-$i}; fi
       if [ -z "$failed" ]; then
         failed=$i status=$one
         # What is wrong for one is wrong for all (2), and a save before the end (143) takes a moment: they end by themselves.
@@ -118,16 +120,19 @@ wait_for_all() {
         if [ "$one" = 2 ] || [ "$one" = 143 ] || [ -n "$interrupted" ]; then grace=60; fi
         (sleep "$grace"; kill -KILL "${pids[@]}" 2>/dev/null) > /dev/null 2>&1 &
         killer=$!
-      elif [ "$status" = 4 ] && [ "$one" != 4 ] && kill -0 "$killer" 2>/dev/null; then
-        failed=$i status=$one  # those that ended with 4 had only lost this one
+      elif lost_another "$status" && ! lost_another "$one" && [ -z "$hung" ]; then
+        failed=$i status=$one
       fi
     done
     sleep 0.2
   done
+  if lost_another "$status"; then failed=${hung:-$failed}; fi
   if [ -n "$killer" ]; then kill "$killer" 2>/dev/null || true; fi
   pids=()
   return "$status"
 }
+
+lost_another() { [ "$1" = 4 ] || [ "$1" = 134 ]; }
 
 # supervise RESTARTS ELASTIC WORKDIR: runs `launch`, which starts a process for each entry of `places`, until the run is
 # finished, cannot work (2) or was told to stop (143, 130), and again when a process died. Elastic: then without that place

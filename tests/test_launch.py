@@ -297,6 +297,14 @@ def test_elastic_goes_on_without_the_dead_process_and_its_workers(tools, tmp_pat
   assert sorted((tmp_path / "gpus-2").read_text().split()) == ["0", "2"]
 
 
+def test_a_process_that_hangs_is_the_one_that_is_left_behind(tools, tmp_path):
+  """jax aborts those that no longer hear of it (134)."""
+  code, errors, calls = supervised(
+      tools, tmp_path, 'if [ "$FGD_NUM_PROCESSES" = 2 ]; then exit 0; fi\n'
+      'if [ "$FGD_PROCESS_ID" = 1 ]; then exec sleep 50; fi\nsleep 0.5\nexit 134\n', "--processes=3", "--elastic=true")
+  assert code == 0 and "process 1 (cpu 1) died" in errors and "with 2 processes and 4 workers" in errors
+
+
 def test_ssh_goes_on_without_a_host_that_died(tools, tmp_path):
   (tmp_path / "run").mkdir()
   (tmp_path / "run" / "config.json").write_text(json.dumps({"workers": 4}, indent=2))
