@@ -42,6 +42,12 @@ def test_explicit_variables_make_a_cluster():
   ours = {"FGD_COORDINATOR": "10.0.0.1:8476", "FGD_NUM_PROCESSES": "4", "FGD_PROCESS_ID": "3"}
   assert cluster.from_environment(ours) == (Cluster("10.0.0.1:8476", 4, 3), "")
   assert cluster.from_environment({}) == (None, "")
+  assert cluster.from_environment({"FGD_NUM_PROCESSES": "1", "SLURM_JOB_ID": "7"})[0].processes == 1
+
+
+def test_a_pod_that_is_no_job_of_several_is_one_process(monkeypatch):
+  monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+  assert cluster.from_jax(os.environ, 1) is None
 
 
 @pytest.mark.parametrize("environment, words", [
