@@ -43,8 +43,8 @@ def from_environment(environment: Mapping[str, str]) -> tuple[Cluster | None, st
   """The cluster that the variables FGD_COORDINATOR, FGD_NUM_PROCESSES and FGD_PROCESS_ID describe, and a remark.
 
   Returns:
-    (cluster, "") with all three, or with FGD_NUM_PROCESSES=1 alone; (None, why one process is used) in a SLURM job outside srun; (None, "") elsewhere:
-    SLURM steps, TPU and MPI are recognised by jax.
+    (cluster, "") with all three, or with FGD_NUM_PROCESSES=1 alone; (None, why one process is used) in a SLURM job outside
+    srun; (None, "") elsewhere: SLURM steps, TPU and MPI are recognised by jax.
 
   Raises:
     StartError: some of the variables without the others, or values that contradict each other.
