@@ -32,7 +32,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
 
   c.limits = config_dict.ConfigDict()  # seconds that several processes wait for each other before they end with a sentence
   c.limits.start = 300.0           # until all are there, agree and have made their first all-reduce
-  c.limits.stall = 7200.0          # for a compilation, a round, an evaluation or a save (0: for ever)
+  c.limits.stall = 7200.0          # for data, a compilation, a round, an evaluation or a save (0: for ever)
 
   c.init_from = placeholder(str)   # start from this folder of Hugging Face Llama weights (fgd_jax.export); None: fresh
 

@@ -158,8 +158,10 @@ def _restore_position(folder: Any, data: Any) -> None:
 
   grain's own restore insists on the number of processes that saved.
   """
-  (first,) = (path for path in folder.iterdir() if path.name.startswith("process_0-of-"))
-  data.set_state(json.loads(first.read_text()))
+  files = sorted(path for path in folder.iterdir() if path.name.startswith("process_0-of-"))
+  if not files:
+    raise ValueError("the position in the data is missing")
+  data.set_state(json.loads(files[0].read_text()))
   data.start_prefetch()
 
 

@@ -43,17 +43,19 @@ def from_environment(environment: Mapping[str, str]) -> tuple[Cluster | None, st
   """The cluster that the variables FGD_COORDINATOR, FGD_NUM_PROCESSES and FGD_PROCESS_ID describe, and a remark.
 
   Returns:
-    (cluster, "") with all three; (None, why one process is used) in a SLURM job outside srun; (None, "") elsewhere:
-    SLURM steps, TPU and MPI are recognised by jax.
+    (cluster, "") with all three, or with FGD_NUM_PROCESSES=1 alone; (None, why one process is used) in a SLURM job outside
+    srun; (None, "") elsewhere: SLURM steps, TPU and MPI are recognised by jax.
 
   Raises:
     StartError: some of the variables without the others, or values that contradict each other.
   """
   given = [name for name in OURS if environment.get(name)]
+  if given == ["FGD_NUM_PROCESSES"] and environment["FGD_NUM_PROCESSES"] == "1":
+    return Cluster("", 1, 0), ""
   if given and len(given) < len(OURS):
     missing = [name for name in OURS if name not in given]
     raise StartError(f"{' and '.join(given)} is set without {' and '.join(missing)}; set all three on every process, or "
-                     "none for one process.")
+                     "FGD_NUM_PROCESSES=1 alone for one process.")
   if given:
     count, index = (_number(environment, name) for name in OURS[1:])
     if not 0 <= index < count:
@@ -98,14 +100,17 @@ def from_jax(environment: Mapping[str, str], seconds: float) -> Cluster | None:
     StartError: jax recognises one and cannot read it.
   """
   from jax._src.clusters import ClusterEnv  # the only place where jax says what it would join before joining it
-  if not any(kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method):
-    return None
+  # A pod is not a job of several: jax would ask Kubernetes about any pod, and fail in most.
+  kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and (
+      kind.name != "k8s" or "JOB_COMPLETION_INDEX" in environment)]
   try:
+    if not any(kind.is_env_present() for kind in kinds):
+      return None
     address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, int(seconds))
   except Exception as e:  # metadata servers and name services fail in many ways
     raise StartError(f"The processes of this job could not be found out ({' '.join(str(e).split())}); set {', '.join(OURS)} "
-                     "on every process.") from e
+                     "on every process, or FGD_NUM_PROCESSES=1 for one.") from e
   if count is None or count <= 1:
     return None
   alone = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1"

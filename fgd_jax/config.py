@@ -369,11 +369,7 @@ def build_round(config: ConfigDict, loss_fn: Callable, workers: Workers, measure
 
 
 def set_cpu_devices(config: ConfigDict, processes: int = 1) -> None:
-  """Asks for virtual CPU devices, before the first use of jax's devices; without effect where they were set already.
-
-  Raises:
-    ValueError: a mesh that cannot be divided evenly among the processes.
-  """
+  """Asks for virtual CPU devices, before the first use of jax's devices; without effect where they were set already."""
   count = config.cpu_devices
   mix1 = make_method(config).bind(config.workers, config.seed).overlapped
   if count is None and (processes > 1 or (mix1 is not None and mix1.varying)):
@@ -382,10 +378,7 @@ def set_cpu_devices(config: ConfigDict, processes: int = 1) -> None:
     count = max(n for n in range(1, min(os.cpu_count() or 1, config.workers) + 1) if config.workers % n == 0)
   if config.cpu_devices is None:
     total = (config.mesh.worker or count * processes) * config.mesh.fsdp * config.mesh.tensor
-    if total % processes and "cpu" in (jax.config.jax_platforms or "cpu"):  # type: ignore[attr-defined]
-      raise ValueError(f"A mesh of {total} devices (mesh.worker x mesh.fsdp x mesh.tensor) cannot be divided evenly among "
-                       f"{processes} processes; change the mesh or the number of processes.")
-    count = total // processes
+    count = math.ceil(total / processes)
   if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     try:
       jax.config.update("jax_num_cpu_devices", count)

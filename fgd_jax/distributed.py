@@ -153,36 +153,40 @@ def together(what: str, work: Callable[[], T], seconds: float, same: Callable[[T
   return out  # type: ignore[return-value]
 
 
-def shared_folder(folder: str, seconds: float = 30) -> None:
-  """Refuses a run's folder that is not the same for all processes.
+def shared_file(path: str, seconds: float) -> None:
+  """Refuses a folder that is not the same for all processes: process 0 writes into a file there, the others read it.
 
   Raises:
-    PeerError: this or another process does not see what process 0 wrote there.
+    PeerError: this or another process does not see in time what process 0 wrote.
   """
-  mark = by_leader("a mark in the run's folder", lambda: _mark(folder), seconds)
+  if count() == 1:
+    return
+
+  def mark() -> str:
+    text = f"{os.getpid()} {time.time_ns()}"
+    with open(path, "w", encoding="utf-8") as f:
+      f.write(text)
+    return text
+
+  wanted = by_leader("a mark in the run's folder", mark, seconds)
 
   def look() -> None:
     until = time.monotonic() + seconds / 2  # network file systems show new files late
-    while not os.path.exists(os.path.join(folder, mark)):
+    while not _holds(path, wanted):
       if time.monotonic() > until:
-        raise PeerError(f"--workdir={folder} is not shared: process {index()} does not see what process 0 wrote there; use "
-                        "a folder that all hosts mount.")
+        raise PeerError(f"{os.path.dirname(path)} is not shared: process {index()} does not see what process 0 wrote there; "
+                        "use a --workdir that all hosts mount.")
       time.sleep(0.2)
 
-  if count() > 1:
-    try:
-      together("the run's folder", look, seconds)
-    finally:
-      if leader():
-        os.remove(os.path.join(folder, mark))
+  together("the run's folder", look, seconds)
 
 
-def _mark(folder: str) -> str:
-  if count() == 1:
-    return ""
-  name = f".shared-{os.getpid()}-{time.time_ns()}"
-  with open(os.path.join(folder, name), "w"):
-    return name
+def _holds(path: str, text: str) -> bool:
+  try:
+    with open(path, encoding="utf-8") as f:
+      return f.read() == text
+  except OSError:
+    return False
 
 
 def _client() -> Any:

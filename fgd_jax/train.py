@@ -41,6 +41,7 @@ from fgd_jax.state import State
 
 PyTree = Any
 LOCK_FILE = ".lock"
+LOST_PEER = 4  # exit status: launch/common.sh looks for the process that died, not for those that lost it
 ADVICE = ("Nothing was saved over earlier checkpoints. Try a lower inner.lr or method.outer_lr in a new --workdir, or look "
           "at that worker's data.")
 
@@ -66,7 +67,7 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   distributed.start(configs.flat(config), config.limits.start)
   with contextlib.ExitStack() as stack:
     distributed.by_leader("claiming the run's folder", lambda: stack.enter_context(claimed(workdir)), config.limits.start)
-    distributed.shared_folder(workdir)
+    distributed.shared_file(os.path.join(workdir, LOCK_FILE), config.limits.start)
     watch = stack.enter_context(distributed.Watch(config.limits.stall if distributed.count() > 1 else 0))
     return _train(config, workdir, watch)
 
@@ -85,7 +86,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   workers = configs.make_workers(config)
   distributed.preflight(workers.mesh, limit)
   corpus = distributed.together(
-      "the training data", lambda: data.load(config.data, config.seq_len, config.seed), limit,
+      "the training data", lambda: data.load(config.data, config.seq_len, config.seed), config.limits.stall or 1e6,
       same=lambda c: {"sequences": len(c.train), "held out": len(c.heldout), "unigram loss": repr(c.unigram_loss)})
   heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
@@ -520,7 +521,7 @@ def main(argv: list[str]) -> None:
       raise
     logging.error("Process %d ends: %s. Another process has probably died; see its log. The same command goes on from the "
                   "last checkpoint.", distributed.index(), str(e).strip().splitlines()[0][:300])
-    raise SystemExit(1) from e
+    raise SystemExit(LOST_PEER) from e
   except KeyboardInterrupt as e:
     logging.error("Interrupted; the same command continues from the last checkpoint in %s.", flags.FLAGS.workdir)
     raise SystemExit(130) from e

@@ -17,8 +17,6 @@ import re
 import sys
 from typing import Any
 
-import yaml
-
 SCHEMA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "jobset.schema.json")
 KUBERNETES = "1.32"
 PORTS = (8471, 8080, 8431, 8482)  # TPU processes, slices, metrics, jax's coordinator
@@ -46,7 +44,11 @@ def main() -> None:
     check(manifest)
   except ValueError as e:
     sys.exit(f"jobset.py: {e}")
-  print(yaml.safe_dump(manifest, sort_keys=False, width=120), end="")
+  try:
+    import yaml
+    print(yaml.safe_dump(manifest, sort_keys=False, width=120), end="")
+  except ImportError:  # outside the project's environment; JSON is YAML, too
+    print(json.dumps(manifest, indent=2))
 
 
 def render(args: argparse.Namespace) -> dict[str, Any]:

@@ -37,7 +37,7 @@ fi
 find_python
 
 address() { echo "10.77.0.$(($1 + 1))"; }
-hosts() { printf '127.0.0.1 localhost\n%s %s\n' "$(address "$1")" "$(hostname)"; }
+hosts() { printf '127.0.0.1 localhost\n%s %s\n' "$(address "$1")" "$(uname -n)"; }
 
 down() {
   local n
@@ -52,8 +52,8 @@ down() {
     # shellcheck disable=SC2046
     kill -KILL $(ip netns pids "$n") 2> /dev/null || true
     ip netns del "$n" || true
-    rm -rf "/etc/netns/$n"
   done
+  rm -rf /etc/netns/fgdwan*
 }
 
 # gloo binds to what the host name resolves to, and `ip netns exec` mounts this file as /etc/hosts.
@@ -110,7 +110,7 @@ name_workers
 if [ -n "$opt_delay" ]; then up_delayed; else up; fi
 pids=()
 for ((i = 0; i < opt_workers; i++)); do
-  start "$opt_workdir/logs/process-$i.log" ip netns exec "fgdwan$i" timeout "$opt_timeout" env JAX_PLATFORMS=cpu \
+  start "$opt_workdir/logs/process-$i.log" ip netns exec "fgdwan$i" timeout --kill-after=10 "$opt_timeout" env JAX_PLATFORMS=cpu \
     XLA_FLAGS=--xla_cpu_multi_thread_eigen=false "FGD_COORDINATOR=$(address 0):8476" "FGD_NUM_PROCESSES=$opt_workers" \
     "FGD_PROCESS_ID=$i" "PYTHONPATH=$root" "JAX_COMPILATION_CACHE_DIR=$opt_workdir/compiled" \
     "$python" benchmarks/local_wan.py "--config=$opt_config,workers=$opt_workers" "--workdir=$opt_workdir" \

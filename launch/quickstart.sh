@@ -5,6 +5,9 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 case "${1:-}" in -h|--help) sed -n '2,4s/^# \{0,1\}//p' launch/quickstart.sh; exit 0 ;; esac
 setup_venv ""
+# Without an accelerator's packages in the environment, CPU is what is asked for, whatever the machine has.
+accelerated='import importlib.util as u, sys; sys.exit(not any(map(u.find_spec, ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"))))'
+if ! python -c "$accelerated"; then export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}; fi
 workdir=runs/quickstart
 options=()
 for option in "$@"; do

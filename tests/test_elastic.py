@@ -37,7 +37,7 @@ def test_a_killed_process_ends_neither_the_run_nor_its_counters(tmp_path):
   os.kill(int((tmp_path / "pid-2-1").read_text()), signal.SIGKILL)
   out, errors = script.communicate(timeout=300)
   assert script.returncode == 0, out + errors
-  assert "process 1 died" in errors and "with 1 processes and 2 workers" in errors
+  assert "process 1 (cpu 1) died with status 137" in errors and "with 1 processes and 2 workers" in errors
   with open(run / "metrics.jsonl") as f:
     records = [json.loads(line) for line in f]
   assert [r["round"] for r in records] == list(range(1, 101))  # none twice, none missing

@@ -263,9 +263,9 @@ def test_a_wrong_manifest_is_refused(spoil, words, monkeypatch):
 
 def supervised(tools, tmp_path, body, *options, signal=None):
   """launch/local.sh with a program in place of python; returns its end and the training processes that it started."""
-  python = tools.make("fake-python", f'if [ "$1" = - ]; then exec {sys.executable} "$@"; fi\n' + body)
+  python = tools.make("fake-python", body)
   (tmp_path / "run").mkdir()
-  (tmp_path / "run" / "config.json").write_text(json.dumps({"workers": 6}))
+  (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 0, "workers": 6, "rounds": 3}, indent=2))
   process = subprocess.Popen(["bash", "launch/local.sh", f"--workdir={tmp_path}/run", *options], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tools.environment | {"PYTHON": python})
   if signal:
@@ -280,17 +280,42 @@ def test_a_dead_process_takes_the_others_along_and_the_run_starts_again(tools, t
   code, errors, calls = supervised(
       tools, tmp_path, f'if [ -e {tmp_path}/again ]; then exit 0; fi\n'
       f'if [ "$FGD_PROCESS_ID" = 1 ]; then sleep 0.5; touch {tmp_path}/again; exit 9; fi\nexec sleep 50\n', "--restarts=1")
-  assert code == 0 and "process 1 died (status 9)" in errors and time.monotonic() - began < 30
+  assert code == 0 and "process 1 (cpu 1) died with status 9" in errors and time.monotonic() - began < 30
   assert sorted(c[:2] for c in calls) == [("0", "2"), ("0", "2"), ("1", "2"), ("1", "2")]
 
 
 def test_elastic_goes_on_without_the_dead_process_and_its_workers(tools, tmp_path):
+  """Process 1 of GPUs 0, 1, 2 dies; the others notice and end with 4, one of them before it is seen that 1 is gone."""
+  environ = 'echo "$CUDA_VISIBLE_DEVICES" >> ' + f"{tmp_path}/gpus-$FGD_NUM_PROCESSES\n"
   code, errors, calls = supervised(
-      tools, tmp_path, 'if [ "$FGD_NUM_PROCESSES" = 2 ]; then exit 0; fi\n'
-      'if [ "$FGD_PROCESS_ID" = 2 ]; then sleep 0.5; exit 9; fi\nexec sleep 50\n', "--processes=3", "--elastic=true")
-  assert code == 0 and "with 2 processes and 4 workers" in errors
+      tools, tmp_path, environ + 'if [ "$FGD_NUM_PROCESSES" = 2 ]; then exit 0; fi\n'
+      'case "$FGD_PROCESS_ID" in 0) sleep 0.5; exit 4 ;; 1) sleep 1.2; exit 137 ;; 2) sleep 1.2; exit 4 ;; esac\n',
+      "--processes=3", "--elastic=true", "--platform=gpu")
+  assert code == 0 and "process 1 (gpu 1) died with status 137" in errors and "with 2 processes and 4 workers" in errors
   last = calls[3:]
   assert sorted(c[:2] for c in last) == [("0", "2"), ("1", "2")] and all(c[2][-1] == "--config.workers=4" for c in last)
+  assert sorted((tmp_path / "gpus-2").read_text().split()) == ["0", "2"]
+
+
+def test_a_process_that_hangs_is_the_one_that_is_left_behind(tools, tmp_path):
+  """jax aborts those that no longer hear of it (134)."""
+  code, errors, calls = supervised(
+      tools, tmp_path, 'if [ "$FGD_NUM_PROCESSES" = 2 ]; then exit 0; fi\n'
+      'if [ "$FGD_PROCESS_ID" = 1 ]; then exec sleep 50; fi\nsleep 0.5\nexit 134\n', "--processes=3", "--elastic=true")
+  assert code == 0 and "process 1 (cpu 1) died" in errors and "with 2 processes and 4 workers" in errors
+
+
+def test_ssh_goes_on_without_a_host_that_died(tools, tmp_path):
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "config.json").write_text(json.dumps({"workers": 4}, indent=2))
+  tools.make("ssh", 'case "$*" in *" a "*) exit 255 ;; esac\nsleep 0.5\n'
+             'case "$*" in *FGD_NUM_PROCESSES=2*) exit 4 ;; esac\n')
+  done = launch("ssh", "--hosts=a,b", "--elastic=true", f"--workdir={tmp_path}/run", environment=tools.environment)
+  assert done.returncode == 0 and "process 0 (a) died with status 255" in done.stderr, done.stderr
+  hosts = [call[-2] for _, _, call in tools.calls()]
+  assert sorted(hosts[:2]) == ["a", "b"] and hosts[2:] == ["b"]
+  assert "FGD_COORDINATOR=b:8476 FGD_NUM_PROCESSES=1" in tools.calls()[2][2][-1]
+  assert "--config.workers=2" in tools.calls()[2][2][-1]
 
 
 @pytest.mark.parametrize("status", [2, 143])

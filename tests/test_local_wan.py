@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -70,6 +71,46 @@ def test_a_signal_ends_everything_and_leaves_nothing(tmp_path):
   process.send_signal(signal.SIGTERM)
   process.communicate(timeout=60)
   assert process.returncode == 143 and not left_behind()
+
+
+def packet(receiver, length=1250):
+  """An IPv4 packet for a worker; only what the router looks at."""
+  head = bytearray(20)
+  head[0], head[16:20] = 0x45, bytes((10, 77, 0, receiver + 1))
+  return bytes(head) + bytes(length - 20)
+
+
+def test_router_takes_the_rate_of_both_links_and_the_delay(monkeypatch):
+  """1250 bytes at 1 Mbit/s take 10 ms; the delay is 20 ms."""
+  monkeypatch.syspath_prepend(os.path.join(ROOT, "launch"))
+  from wan_router import Router
+  ends = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(3)]
+  try:
+    router = Router([ours.fileno() for ours, _ in ends], 1e6, 0.020)
+    router.take(0, packet(1), 0.0)      # arrives at 10 + 20 ms
+    router.take(0, packet(2), 0.0)      # waits for the sender's up-link: 20 + 20 ms
+    router.take(2, packet(1), 0.0)      # waits for the receiver's down-link, busy until 10 ms: 20 + 20 ms
+    router.take(0, packet(9), 0.0)      # nobody has this address
+    assert router.deliver(0.0299) == pytest.approx(0.0001)
+    assert router.deliver(0.0301) == pytest.approx(0.0099)
+    assert len(ends[1][1].recv(2000)) == 1250
+    assert router.deliver(0.0401) is None
+    assert len(ends[2][1].recv(2000)) == len(ends[1][1].recv(2000)) == 1250
+    ends[1][1].setblocking(False)
+    for _ in range(30):
+      router.take(0, packet(1), 1.0)
+    came = 0
+    for step in range(100):             # in turn, since a socket holds a few only
+      router.deliver(1.0 + step / 100)
+      try:
+        came += len(ends[1][1].recv(2000)) // 1250
+      except BlockingIOError:
+        pass
+    assert came in (19, 20)  # a queue of 0.2 s; the last one is a matter of rounding
+  finally:
+    for pair in ends:
+      for s in pair:
+        s.close()
 
 
 @pytest.mark.parametrize("options, words", [
