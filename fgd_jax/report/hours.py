@@ -54,7 +54,8 @@ def pace(group: Group, bandwidth: str, step_seconds: float) -> Pace:
   if config.model.vocab_size is None:
     config.model.vocab_size = _vocabulary(config)
   plan, _ = netsim.plan_of_config(config)
-  result = netsim.simulate(plan, netsim.read_links(bandwidth, plan.workers), netsim.StepTimes((step_seconds,)), rounds=_ROUNDS)
+  links = netsim.read_links(bandwidth, plan.workers)
+  result = netsim.simulate(plan, links, netsim.StepTimes((step_seconds,)), rounds=_ROUNDS)
   return Pace(result.round_seconds, result.compute_utilization)
 
 
