@@ -76,8 +76,8 @@ def trained_by_four(name):
 def test_every_leaf_follows_the_rule(name, count, rule):
   """Parameters, inner optimizer and the method's own state. Nobody is dropped, so the average model is what it was."""
   old, (_, round_fn) = trained_by_four(name), build(name, count)
-  new, kept = resize.resize(jax.tree.map(jnp.asarray, old), round_fn, rule)
-  assert kept and new.round == 3 and isinstance(new.round, np.int32)
+  new, fresh = resize.resize(jax.tree.map(jnp.asarray, old), round_fn, rule)
+  assert not fresh and new.round == 3 and isinstance(new.round, np.int32)
   for x, y in zip(jax.tree.leaves(tuple(new[:3])), jax.tree.leaves(tuple(old[:3]))):
     assert x.dtype == y.dtype
     np.testing.assert_allclose(x, by_rule(y, count, rule), rtol=1e-6, atol=1e-7)
@@ -93,8 +93,8 @@ def test_every_leaf_follows_the_rule(name, count, rule):
 @pytest.mark.parametrize("name", ["LocalM1M2", "eager_diloco", "gasloc"])
 def test_the_first_go_on_as_they_were(name):
   old, (_, round_fn) = trained_by_four(name), build(name, 2)
-  new, kept = resize.resize(jax.tree.map(jnp.asarray, old), round_fn, "first")
-  assert kept
+  new, fresh = resize.resize(jax.tree.map(jnp.asarray, old), round_fn, "first")
+  assert not fresh
   for x, y in zip(jax.tree.leaves(tuple(new[:3])), jax.tree.leaves(tuple(old[:3]))):
     np.testing.assert_array_equal(x, y[:2])
 
@@ -126,24 +126,29 @@ def test_narrow_parameters_are_the_rounded_originals():
   bf16 = {**PARAMS, "embed": PARAMS["embed"].astype(jnp.bfloat16)}
   old, _ = trained("GlobalM1LocalM2", 4, params=bf16)
   _, round_fn = build("GlobalM1LocalM2", 2)
-  new, kept = resize.resize(jax.tree.map(jnp.asarray, old), round_fn)
+  new, fresh = resize.resize(jax.tree.map(jnp.asarray, old), round_fn)
   mean = np.asarray(old.method_state.params["embed"], np.float64).mean(axis=0)
-  assert kept and new.params["embed"].dtype == jnp.bfloat16
+  assert not fresh and new.params["embed"].dtype == jnp.bfloat16
   np.testing.assert_allclose(new.method_state.params["embed"][1], mean, atol=1e-6)
   np.testing.assert_array_equal(new.params["embed"], new.method_state.params["embed"].astype(jnp.bfloat16))
   round_fn(new, batches(3, 2))
 
 
-def test_state_that_does_not_fit_starts_afresh_and_says_so():
-  """One worker has no Mix1, so no reference for its codec: the method starts anew at the mean."""
-  old = trained_by_four("GlobalM1, int4")
-  _, round_fn = build("GlobalM1, int4", 1)
-  new, kept = resize.resize(jax.tree.map(jnp.asarray, old), round_fn)
-  assert not kept
-  trace = jax.tree.leaves(new.method_state["outer"])
-  assert trace and all(np.all(np.asarray(x) == 0) for x in trace)
-  np.testing.assert_allclose(new.params["embed"][0], np.mean(old.params["embed"], axis=0), atol=1e-6)
-  round_fn(new, batches(3, 1))
+def test_parts_that_are_new_start_at_the_mean_and_others_are_kept():
+  """One worker has no Mix1, so no reference for its codec; going on with three again needs a new one."""
+  old, (_, alone), (_, three) = trained_by_four("GlobalM1, int4"), build("GlobalM1, int4", 1), build("GlobalM1, int4", 3)
+  state, fresh = resize.resize(jax.tree.map(jnp.asarray, old), alone)
+  assert not fresh and state.method_state["ref"] == ()
+  for x, y in zip(jax.tree.leaves(state.method_state["outer"]), jax.tree.leaves(old.method_state["outer"])):
+    np.testing.assert_allclose(x, by_rule(y, 1, "mean"), rtol=1e-6, atol=1e-7)
+  state, _ = alone(state, batches(3, 1))
+  momentum = jax.tree.map(np.array, state.method_state["outer"])
+  state, fresh = resize.resize(state, three)
+  assert sorted(fresh) == ["ref/embed", "ref/layers_0/b", "ref/layers_1/b"]
+  np.testing.assert_array_equal(state.method_state["ref"]["embed"], state.params["embed"])
+  for x, y in zip(jax.tree.leaves(state.method_state["outer"]), jax.tree.leaves(momentum)):
+    np.testing.assert_array_equal(x, by_rule(y, 3, "mean"))
+  three(state, batches(4, 3))
 
 
 def test_other_optimizer_and_unknown_rule_are_refused():
@@ -172,8 +177,8 @@ def test_checkpoint_of_another_number_on_another_mesh(before, after, tmp_path):
   reader = checkpoint.Checkpoints(str(tmp_path / "c"), 2, get_config())
   restored = reader.restore(resize.spread(as_saved, workers))
   reader.close()
-  new, kept = resize.resize(restored, new_round)
-  assert kept and new.params["embed"].sharding.device_set == set(workers.devices)
+  new, fresh = resize.resize(restored, new_round)
+  assert not fresh and new.params["embed"].sharding.device_set == set(workers.devices)
   for x, y in zip(jax.tree.leaves(tuple(new[:3])), jax.tree.leaves(tuple(on_host[:3]))):
     np.testing.assert_allclose(x, by_rule(y, after[0], "mean"), rtol=1e-6, atol=1e-7)
   new_round(new, batches(1, after[0]))
