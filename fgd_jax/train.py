@@ -193,7 +193,7 @@ def restore_other_workers(config: ConfigDict, saved: ConfigDict, checkpoints: Ch
                                 worker_weights=configs.worker_weights(saved))
   state = checkpoints.restore(resize.spread(as_saved.abstract_state(params_shape), workers))
   state, fresh = resize.resize(state, round_fn, config.resume.workers)
-  logging.warning("Resuming at round %d of %d with %d workers in place of %d (resume.workers=%s: %s); data are dealt anew, "
+  logging.warning("Resuming at round %d of %d with workers=%d in place of %d (resume.workers=%s: %s); data are dealt anew, "
                   "and no sequence is read twice in a pass.", state.round, config.rounds, config.workers, saved.workers,
                   config.resume.workers, resize.describe(config.resume.workers, saved.workers, config.workers))
   if fresh:
