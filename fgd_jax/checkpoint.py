@@ -173,7 +173,7 @@ def _progress(saved: dict[str, Any] | None, config: ConfigDict, step: int) -> Pr
 
 
 def unreadable(folder: Any, step: int, error: Exception,
-                remedy: str = "Move it away to resume from the one before, or choose another --workdir.") -> str:
+               remedy: str = "Move it away to resume from the one before, or choose another --workdir.") -> str:
   """The sentence for a checkpoint that raised `error` when it was read."""
   reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
   return f"The checkpoint {folder}/{step} cannot be read ({reason}). {remedy}"

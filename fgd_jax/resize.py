@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fgd_jax.methods.base import narrowed
+from fgd_jax.mixing import path_of
 from fgd_jax.round import Round
 from fgd_jax.state import Originals, State
 from fgd_jax.workers import Workers
@@ -27,8 +28,8 @@ PyTree = Any
 RULES = ("mean", "first")
 
 
-def resize(state: State, round_fn: Round, rule: str = "mean") -> tuple[State, bool]:
-  """The state of another number of workers as `round_fn` takes it; `state` is consumed.
+def resize(state: State, round_fn: Round, rule: str = "mean") -> tuple[State, list[str]]:
+  """The state of another number of workers as `round_fn` takes it.
 
   Args:
     state: of M workers, with the method and inner optimizer of `round_fn`, on any devices that its workers use.
@@ -36,8 +37,8 @@ def resize(state: State, round_fn: Round, rule: str = "mean") -> tuple[State, bo
     rule: "mean" or "first", as above.
 
   Returns:
-    The new state, and whether the method's own state went along. It cannot where its parts differ (a single worker has no
-    Mix1, another topology was chosen); it then starts afresh at the mean parameters.
+    The new state, and the parts of the method's state that start afresh, at the mean parameters, because the old state had
+    none such (a single worker has no Mix1, another topology was chosen).
 
   Raises:
     ValueError: an unknown rule, or parameters or an inner optimizer of other shapes.
@@ -46,36 +47,35 @@ def resize(state: State, round_fn: Round, rule: str = "mean") -> tuple[State, bo
     raise ValueError(f"resume.workers={rule!r} must be one of {', '.join(map(repr, RULES))}.")
   one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params)
   new = round_fn.abstract_state(one)
-  count = jax.tree.leaves(new.params)[0].shape[0]
+  before, count = (jax.tree.leaves(tree)[0].shape[0] for tree in (state.params, new.params))
   if not _alike(state[:2], new[:2]):
     raise ValueError("The state's inner optimizer is not the one of this round; use the same for both.")
-  kept = _alike(state.method_state, new.method_state)
+  known = _by_path(state.method_state)
+  fresh = [path for path, x in _by_path(new.method_state).items() if path not in known or not _alike(known[path], x)]
 
-  def run(z, inner_opt_state, ms):
+  def run(z, inner_opt_state, old_ms):
     moved = lambda tree: jax.tree.map(lambda x: _dealt(x, count, rule), tree)
-    new_z = moved(z)
-    if not kept:
-      own = round_fn.method_state(jax.tree.map(lambda x: _mean(x).astype(x.dtype), z))
-      return new_z, moved(inner_opt_state), jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), own)
-    new_ms = moved(ms)
-    wide = isinstance(ms, Originals)
-    before, after = (ms.params, new_ms.params) if wide else (z, new_z)
-    if rule == "first" and count < jax.tree.leaves(z)[0].shape[0]:
-      jump = jax.tree.map(lambda a, b: (_mean(a) - _mean(b)).astype(a.dtype), after, before)
+    known, new_z, wide = _by_path(old_ms), moved(z), isinstance(old_ms, Originals)
+    start = round_fn.method_state(jax.tree.map(lambda x: _mean(x).astype(x.dtype), z))
+    stacked = lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x)))
+    ms = jax.tree_util.tree_map_with_path(
+        lambda path, x: stacked(x) if path_of(path) in fresh else moved(known[path_of(path)]), start)
+    if rule == "first" and count < before:
+      jump = jax.tree.map(lambda x: (_mean(x[:count]) - _mean(x)).astype(x.dtype), old_ms.params if wide else z)
       shift = jax.vmap(lambda own: round_fn.method.mean_moved(own, jump), axis_size=count)
-      new_ms = Originals(shift(new_ms.method), after) if wide else shift(new_ms)
-    return (narrowed(after, new_z) if wide else new_z), moved(inner_opt_state), new_ms
+      ms = ms._replace(method=shift(ms.method)) if wide else shift(ms)
+    return (narrowed(ms.params, new_z) if wide else new_z), moved(inner_opt_state), ms
 
   shardings = jax.tree.map(lambda x: x.sharding, tuple(new[:3]))
   z, inner_opt_state, ms = jax.jit(run, out_shardings=shardings)(*state[:3])
-  return State(z, inner_opt_state, ms, np.int32(state.round)), kept
+  return State(z, inner_opt_state, ms, np.int32(state.round)), fresh
 
 
 def describe(rule: str, before: int, now: int) -> str:
   """What the rule means from `before` to `now` workers, in words."""
   if rule == "mean":
     return "all start at the mean"
-  return f"the first {now} go on" if now < before else f"{before} go on, {now - before} start at the mean"
+  return f"the first {now} of {before} go on" if now < before else f"{before} go on, {now - before} start at the mean"
 
 
 def spread(state: PyTree, workers: Workers) -> PyTree:
@@ -102,6 +102,10 @@ def _dealt(x: jax.Array, count: int, rule: str) -> jax.Array:
   kept = x[:count] if rule == "first" else x[:0]
   joined = jnp.broadcast_to(mean, (count - kept.shape[0], *x.shape[1:]))
   return jnp.concatenate([kept, joined])
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+  return {path_of(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _mean(x: jax.Array) -> jax.Array:

@@ -232,13 +232,13 @@ def restore_other_workers(config: ConfigDict, saved: ConfigDict, checkpoints: Ch
   """The newest checkpoint, of the number of workers in `saved`, as the state of the workers of `config`."""
   _, as_saved = configs.build_round(saved, model.loss, fgd.Workers(saved.workers), overlap="auto")
   state = checkpoints.restore(resize.spread(as_saved.abstract_state(params_shape), workers))
-  state, kept = resize.resize(state, round_fn, config.resume.workers)
-  logging.warning("Resuming at round %d of %d with %d workers in place of %d (resume.workers=%s: %s); data are dealt anew, "
+  state, fresh = resize.resize(state, round_fn, config.resume.workers)
+  logging.warning("Resuming at round %d of %d with workers=%d in place of %d (resume.workers=%s: %s); data are dealt anew, "
                   "and no sequence is read twice in a pass.", state.round, config.rounds, config.workers, saved.workers,
                   config.resume.workers, resize.describe(config.resume.workers, saved.workers, config.workers))
-  if not kept:
-    logging.warning("The state of method %s has other parts for these workers or options, so it starts afresh at the mean "
-                    "parameters.", config.method.name)
+  if fresh:
+    logging.warning("Parts of the method's state that the checkpoint lacks start afresh at the mean parameters: %s.",
+                    ", ".join(fresh[:5]) + (", ..." if len(fresh) > 5 else ""))
   if config.method.name == "local":
     logging.warning("Workers of method local never agreed, so their mean is a model that nobody trained; "
                     "resume.workers=first keeps single models when workers leave.")

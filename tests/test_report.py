@@ -182,8 +182,8 @@ def test_recorded_network_is_shown(tmp_path):
   write_run(tmp_path / "a", "diloco", 1)
   path = tmp_path / "a" / "metrics.jsonl"
   lines = [json.loads(line) for line in path.read_text().splitlines()]
-  path.write_text("".join(json.dumps(r | {"simulated_seconds": 50.0 * r["round"], "compute_utilization": 0.4}) + "\n"
-                          for r in lines))
+  path.write_text("".join(json.dumps(r | {"simulated_seconds": 50.0 * r["round"], "compute_utilization": 0.4,
+                                           "failed_exchanges": r["round"] % 2, "workers_alive": 3}) + "\n" for r in lines))
   result = command.make([str(tmp_path)], str(tmp_path / "r.html"), ["1Gbps"], 1.0)
   assert any(path.endswith("recorded_time.png") for path in result["figures"])
 

@@ -144,21 +144,28 @@ def _loss_by_hours(groups, paces, bandwidths, step_seconds) -> list[Figure]:
 
 
 def _simulated(groups: Sequence[Group]) -> list[Figure]:
-  """What runs recorded of the network they were configured for."""
-  if not any("simulated_seconds" in r for group in groups for run in group.runs for r in run.records):
+  """What runs recorded of the network and the faults that they were configured for."""
+  recorded = {name for group in groups for run in group.runs for r in run.records for name in r}
+  if "simulated_seconds" not in recorded:
     return []
-  figure, (loss, share) = _panels(2)
+  shown = [(name, label) for name, label in (("compute_utilization", "compute utilisation so far"),
+                                             ("failed_exchanges", "failed exchanges in the round"),
+                                             ("workers_alive", "workers that take part"),
+                                             ("quarantined", "workers in quarantine")) if name in recorded]
+  figure, (loss, *others) = _panels(1 + len(shown))
+  hours = lambda r: None if r.get("simulated_seconds") is None else r["simulated_seconds"] / 3600
   for i, group in enumerate(groups):
-    hours = lambda r: None if r.get("simulated_seconds") is None else r["simulated_seconds"] / 3600
     _band(loss, curve(group.averaged, hours, key("eval_loss")), group.label, **_look(i))
-    _band(share, curve(group.averaged, key("round"), key("compute_utilization")), group.label, **_look(i))
+    for axis, (name, _) in zip(others, shown):
+      _band(axis, curve(group.averaged, key("round"), key(name)), group.label, **_look(i))
   loss.set_xlabel("simulated hours")
   loss.set_ylabel("held-out loss (nats per token)")
-  _by_round(share)
-  share.set_ylabel("compute utilisation")
-  share.set_ylim(0, 1.02)
+  for axis, (name, label) in zip(others, shown):
+    _by_round(axis)
+    axis.set_ylabel(label)
+    axis.set_ylim(bottom=0, top=1.02 if name == "compute_utilization" else None)
   return [_finish(figure, "recorded_time", "On the network and with the faults that the runs were configured for",
-                  "simulated_seconds and compute_utilization as the runs recorded them. " + _MEAN, groups)]
+                  "As the runs recorded it. " + _MEAN, groups)]
 
 
 def _disagreement(groups: Sequence[Group]) -> Figure:
