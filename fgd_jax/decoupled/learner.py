@@ -1,0 +1,355 @@
+"""A learner: inner steps, contributions at step boundaries, global fragments as they arrive. Knows no clock, thread or network.
+
+Everything happens at boundaries between inner steps, in this order: messages in the order of their arrival, then
+contributions, then the next step. What a learner did, besides stepping, is a list of operations ([kind, inner step, ...]),
+which travels with its contributions to the tape (see `tape`):
+
+    ["join", n, {fragment: version}, start]   it began: start "cut" (a checkpoint's state) or "fresh" (global parameters)
+    ["apply", n, t]                           the fragment of step t was blended in
+    ["offer", n, t]                           it contributed to step t
+    ["retract", n, t]                         the syncer lost what it had contributed to step t
+    ["reseed", n, {fragment: version}]        it took all global parameters and a fresh inner optimizer state
+    ["cut", n, name]                          its state at this boundary went into a checkpoint
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fgd_jax import sharding
+from fgd_jax.decoupled.merging import Tree, partition
+from fgd_jax.decoupled.options import Options
+from fgd_jax.decoupled.syncer import Contribution
+from fgd_jax.inner import Inner
+from fgd_jax.methods import make as make_method
+from fgd_jax.methods.base import narrowed, widened
+from fgd_jax.mixing import Context, Placement
+from fgd_jax.mixing.codec import make_codec
+
+PyTree = Any
+
+
+class Programs:
+  """The compiled computations of learners.
+
+  Args:
+    options: of the run.
+    params: shapes of the model's parameters.
+    loss_fn, optimizer, accumulate, seed: as in `fgd_jax.build_round`.
+    mesh: over the learner's own devices (axes worker = 1, fsdp, tensor), None for one device.
+    param_sharding, batch_sharding: as in `fgd_jax.build_round`.
+  """
+
+  def __init__(self, options: Options, params: PyTree, loss_fn: Callable, optimizer: optax.GradientTransformation,
+               accumulate: int = 1, seed: int = 0, mesh: Mesh | None = None, param_sharding: sharding.Rules = (),
+               batch_sharding: PartitionSpec = PartitionSpec()):
+    self.options, self.params, self.mesh = options, params, mesh
+    self.fragments = partition(options, params)
+    self.optimizer = optimizer
+    self._codec = make_codec(options.outer.codec)
+    self._seed = seed
+    inner = Inner(loss_fn, optimizer, accumulate, seed, make_method("local").bind(1, seed))
+    context = Context(Placement(1), jnp.int32(0), jnp.zeros(1, jnp.int32), jnp.ones(1, bool), {})
+
+    def step(w, opt, batch, learner, n):
+      one = jax.tree.map(lambda x: x[None], batch)
+      w, opt, loss, _, _ = inner.phase(w, opt, one, learner, None, context._replace(round=n), 0, 1)
+      return w, opt, loss[0]
+
+    state = jax.eval_shape(optimizer.init, params)
+    places: dict[str, Any] = {}
+    self._w_place = self._opt_place = None
+    self._place = lambda tree: None
+    if mesh is not None:
+      specs = sharding.param_specs(params, param_sharding)
+      self._place = lambda tree: jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharding.like_params(
+          tree, params, specs, dict(mesh.shape)), is_leaf=lambda x: isinstance(x, PartitionSpec))
+      self._w_place, self._opt_place = self._place(params), self._place(state)
+      everywhere = NamedSharding(mesh, PartitionSpec())
+      places = {"in_shardings": (self._w_place, self._opt_place, NamedSharding(mesh, batch_sharding), everywhere, everywhere),
+                "out_shardings": (self._w_place, self._opt_place, everywhere)}
+    self._step = jax.jit(step, donate_argnums=(0, 1), **places)
+    self._init = jax.jit(optimizer.init, **({} if mesh is None else {"out_shardings": self._opt_place}))
+    out = {} if mesh is None else {"out_shardings": self._w_place}
+    self._blend = jax.jit(self._blended, static_argnums=0, **out)
+    self._assemble = jax.jit(self._assembled, **out)
+    self.delta = jax.jit(self._delta, static_argnums=0)
+
+  def step(self, w: PyTree, opt: PyTree, batch: PyTree, learner: int, n: int) -> tuple[PyTree, PyTree, jax.Array]:
+    """One inner step; w and opt are donated."""
+    args = (w, opt, batch, np.int32(learner), np.int32(n))
+    if self.mesh is None:
+      return self._step(*args)
+    with jax.set_mesh(self.mesh):
+      return self._step(*args)
+
+  def fresh_optimizer(self, w: PyTree, n: int) -> PyTree:
+    """An inner optimizer state without memory whose schedules stand at inner step n."""
+    count = lambda s: s._replace(count=jnp.asarray(n, s.count.dtype)) if isinstance(s, optax.ScaleByScheduleState) else s
+    return jax.tree.map(count, self._init(w), is_leaf=lambda s: isinstance(s, optax.ScaleByScheduleState))
+
+  def place(self, w: PyTree, opt: PyTree) -> tuple[PyTree, PyTree]:
+    """Host arrays as a learner's state, where it lives."""
+    copy = lambda tree: jax.tree.map(jnp.array, tree)  # the first step donates them
+    if self.mesh is None:
+      return copy(w), copy(opt)
+    return jax.device_put(copy(w), self._w_place), jax.device_put(copy(opt), self._opt_place)
+
+  def assemble(self, fragments: Mapping[int, Tree]) -> PyTree:
+    """Parameters from all fragments."""
+    return self._assemble([dict(fragments[p]) for p in range(self.options.fragments)])
+
+  def _assembled(self, fragments):
+    w = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
+    for p, fragment in enumerate(fragments):
+      w = self.fragments.put(w, p, narrowed(fragment, self.fragments.shape(p)))
+    return w
+
+  def anchor(self, p: int, fragment: Tree) -> Tree:
+    """The global fragment as a learner can hold it: in the parameters' dtypes, so that their rounding is no progress."""
+    narrow = jax.tree.map(lambda x, s: np.asarray(x).astype(s.dtype), dict(fragment), self.fragments.shape(p))
+    return jax.device_put(narrow, self._place(narrow))
+
+  def blend(self, p: int, w: PyTree, fragment: Tree, alpha: float) -> PyTree:
+    """w_p <- alpha w_p + (1 - alpha) Theta_p."""
+    return self._blend(p, w, fragment, float(alpha))
+
+  def _blended(self, p, w, fragment, alpha):
+    mine, theirs = widened(self.fragments.take(w, p)), widened(fragment)
+    mixed = jax.tree.map(lambda a, b: jnp.where(alpha == 0, b, alpha * a + (1 - alpha) * b), mine, theirs)
+    return self.fragments.put(w, p, narrowed(mixed, self.fragments.shape(p)))
+
+  def _delta(self, p, w, anchor, error, learner, n):
+    """(payload, error'): the encoded Delta = Theta_p - w_p, and what the codec lost of it where that is fed back."""
+    delta = jax.tree.map(jnp.subtract, widened(anchor), widened(self.fragments.take(w, p)))
+    if self._codec is None:
+      return delta, error
+    target = jax.tree.map(jnp.add, delta, error) if self.options.outer.feeds_back else delta
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), learner), n)
+    keys = dict(zip(target, jax.random.split(key, len(target))))
+    payload = {k: self._codec.encode(x, keys[k] if self._codec.stochastic else None) for k, x in target.items()}
+    if self.options.outer.feeds_back:
+      error = {k: x - self._codec.decode(payload[k], x) for k, x in target.items()}
+    return payload, error
+
+  def no_error(self, p: int) -> PyTree:
+    """Error feedback's state of a fragment at the start."""
+    shapes = jax.eval_shape(widened, self.fragments.shape(p))
+    return {k: jnp.zeros(x.shape, x.dtype) for k, x in shapes.items()} if self.options.outer.feeds_back else ()
+
+
+class Opened(NamedTuple):
+  """Message: a syncer's open step; `called`: its quorum is there; `interval`: inner steps between contributions."""
+
+  syncer: int
+  epoch: int
+  t: int
+  called: bool
+  interval: int
+
+
+class Arrived(NamedTuple):
+  """Message: the global fragment of step t."""
+
+  p: int
+  t: int
+  fragment: Tree
+
+
+class Reseed(NamedTuple):
+  """Message: all global fragments, {p: (t, fragment)}; the learner's own state is to be forgotten."""
+
+  fragments: dict[int, tuple[int, Tree]]
+
+
+@dataclasses.dataclass
+class Channel:
+  """What a learner knows of one syncer; `due`: inner step of its next contribution, `answered`: step it contributed to."""
+
+  due: int
+  interval: int
+  epoch: int = 0
+  open: int | None = None
+  called: bool = False
+  answered: int | None = None
+  taped: int = 0
+
+
+class LearnerCore:
+  """One learner's state and rules.
+
+  Args:
+    programs: compiled computations.
+    learner, life: as the syncer numbers it.
+    n: inner steps so far; also the position in its data and in the learning rate's schedule.
+    fragments: all global fragments, {p: (version, fragment)}.
+    saved: the state of a checkpoint instead of a fresh one, see `snapshot`.
+
+  Attributes:
+    w, opt: parameters and inner optimizer state. n: inner steps.
+    steps, tokens: by fragment, since it was received (c_steps, c_tokens).
+    version: of the fragments that were received. lags: inner steps between contributions and their answers, newest last.
+    sick: whether it waits for a re-seed.
+  """
+
+  def __init__(self, programs: Programs, learner: int, life: int, n: int, fragments: Mapping[int, tuple[int, Tree]],
+               saved: Mapping[str, Any] | None = None):
+    self.programs, self.options = programs, programs.options
+    self.learner, self.life, self.n = learner, life, n
+    self.ops: list[list[Any]] = []
+    self.ops_from = 0
+    self.sick = False
+    self.lags: list[int] = []
+    if saved is None:
+      self._begin(fragments)
+    else:
+      self._continue(saved)
+    versions = {str(p): t for p, t in self.version.items()}
+    self._did("join", versions, "fresh" if saved is None else saved["cut"])
+    if saved is not None:
+      for p, (t, fragment) in fragments.items():
+        if t > self.version[p]:
+          self.receive(Arrived(p, t, fragment))
+
+  def _begin(self, fragments: Mapping[int, tuple[int, Tree]]) -> None:
+    o = self.options
+    self._sent: dict[int, tuple[int, PyTree]] = {}  # inner step and earlier error of what is not answered yet
+    self.w = self.programs.assemble({p: fragment for p, (_, fragment) in fragments.items()})
+    self.opt = self.programs.fresh_optimizer(self.w, self.n)
+    self.anchors = {p: self.programs.anchor(p, fragment) for p, (_, fragment) in fragments.items()}
+    self.version = {p: t for p, (t, _) in fragments.items()}
+    self.steps = dict.fromkeys(range(o.fragments), 0)
+    self.tokens = dict.fromkeys(range(o.fragments), 0)
+    self.errors = {p: self.programs.no_error(p) for p in range(o.fragments)}
+    stride = o.interval * o.syncers
+    # The first fragment goes out after H steps, the next ones H/P steps apart, as in Streaming DiLoCo.
+    self.channels = {s: Channel(due=self.n + o.inner_steps + s * o.interval, interval=stride) for s in range(o.syncers)}
+
+  def _did(self, kind: str, *what: Any) -> int:
+    self.ops.append([kind, self.n, *what])
+    return self.ops_from + len(self.ops) - 1
+
+  # --- a boundary ----------------------------------------------------------------------------------------------------
+
+  def receive(self, message: Opened | Arrived | Reseed) -> None:
+    """Takes one message, in the order of arrival."""
+    if isinstance(message, Opened):
+      self._opened(message)
+    elif isinstance(message, Reseed):
+      self._begin(message.fragments)
+      self.sick = False
+      self._did("reseed", {str(p): t for p, t in self.version.items()})
+    elif message.t > self.version[message.p]:
+      p, o = message.p, self.options
+      # Blending is for those who had the version before; who missed one takes the global value.
+      missed = message.t - self.version[p] > o.fragments if self.version[p] else message.t > o.fragments
+      alpha = 0.0 if missed and not o.on_arrival else o.blend
+      anchor = self.programs.anchor(p, message.fragment)
+      self.w = self.programs.blend(p, self.w, anchor, alpha)
+      self.anchors[p], self.version[p] = anchor, message.t
+      self.steps[p] = self.tokens[p] = 0
+      if p in self._sent:
+        self.lags = [*self.lags[-31:], self.n - self._sent.pop(p)[0]]
+      self._did("apply", message.t)
+
+  def _opened(self, message: Opened) -> None:
+    channel = self.channels[message.syncer]
+    if message.epoch != channel.epoch:
+      if channel.answered is not None and channel.answered == message.t:  # what we sent was lost with the syncer
+        channel.answered, channel.due = None, min(channel.due, self.n)
+        self.retract(0 if self.options.on_arrival else self.options.fragment(message.t), message.t)
+      channel.epoch = message.epoch
+    if message.interval != channel.interval:
+      channel.due += message.interval - channel.interval
+    channel.open, channel.called, channel.interval = message.t, message.called, message.interval
+
+  def offers(self) -> list[Contribution]:
+    """The contributions that are due at this boundary; their payloads are still on the device."""
+    if self.sick:
+      return []
+    return [self._offer(s, channel) for s, channel in self.channels.items() if self._is_due(channel)]
+
+  def _is_due(self, channel: Channel) -> bool:
+    if channel.open is None or channel.answered == channel.open:
+      return False
+    p = 0 if self.options.on_arrival else self.options.fragment(channel.open)
+    return self.steps[p] > 0 and (self.n >= channel.due or channel.called)
+
+  def _offer(self, syncer: int, channel: Channel) -> Contribution:
+    assert channel.open is not None
+    t, full = channel.open, self.n >= channel.due
+    p = 0 if self.options.on_arrival else self.options.fragment(t)
+    payload = self.offer(p)
+    seq = self._did("offer", t)
+    channel.answered, channel.due = t, self.n + channel.interval
+    since = max(channel.taped, self.ops_from)
+    return Contribution(self.learner, self.life, t, self.n, seq, self.steps[p], self.tokens[p], full, float("nan"), since,
+                        self.ops[since - self.ops_from:], payload)
+
+  def offer(self, p: int) -> Tree:
+    """The payload of a contribution, which also moves the error feedback."""
+    self._sent[p] = self.n, self.errors[p]
+    payload, self.errors[p] = self.programs.delta(p, self.w, self.anchors[p], self.errors[p], np.int32(self.learner),
+                                                  np.int32(self.n))
+    return payload
+
+  def retract(self, p: int, t: int) -> None:
+    """Takes back a contribution that did not arrive."""
+    if p in self._sent:
+      self.errors[p] = self._sent.pop(p)[1]
+      self._did("retract", t)
+
+  def waiting(self) -> bool:
+    """Whether the next step has to wait for an answer (overlap 0 and merges on arrival only)."""
+    return self.options.waits and not self.sick and any(
+        c.open is not None and c.answered == c.open for c in self.channels.values())
+
+  def taped(self, syncer: int, count: int) -> None:
+    """A syncer has the first `count` operations on its tape."""
+    self.channels[syncer].taped = max(self.channels[syncer].taped, count)
+    done = min(c.taped for c in self.channels.values())
+    if done > self.ops_from:
+      self.ops, self.ops_from = self.ops[done - self.ops_from:], done
+
+  def step(self, batch: PyTree) -> jax.Array:
+    """One inner step; returns its loss, on the device."""
+    self.w, self.opt, loss = self.programs.step(self.w, self.opt, batch, self.learner, self.n)
+    self.n += 1
+    for p in self.steps:
+      self.steps[p] += 1
+      self.tokens[p] += self.options.batch_tokens
+    return loss
+
+  # --- checkpoints ---------------------------------------------------------------------------------------------------
+
+  def snapshot(self, cut: str) -> dict[str, Any]:
+    """The state at this boundary on the host: {"arrays": pytree, "facts": what JSON can hold}, for `saved`."""
+    arrays = {"w": self.w, "opt": self.opt, "anchors": [self.anchors[p] for p in range(self.options.fragments)],
+              "errors": [self._sent[p][1] if p in self._sent else self.errors[p] for p in range(self.options.fragments)]}
+    facts = {"learner": self.learner, "life": self.life, "n": self.n,
+             "version": [self.version[p] for p in range(self.options.fragments)],
+             "steps": [self.steps[p] for p in range(self.options.fragments)],
+             "tokens": [self.tokens[p] for p in range(self.options.fragments)],
+             # What is under way is sent again by whoever continues from here.
+             "channels": [[self.n if c.open is not None and c.answered == c.open else c.due, c.interval]
+                          for c in self.channels.values()], "cut": cut}
+    self._did("cut", cut)
+    return {"arrays": jax.device_get(arrays), "facts": facts}
+
+  def _continue(self, saved: Mapping[str, Any]) -> None:
+    arrays, facts = saved["arrays"], saved["facts"]
+    self.n = facts["n"]
+    self.w, self.opt = self.programs.place(arrays["w"], arrays["opt"])
+    self.anchors = {p: self.programs.anchor(p, x) for p, x in enumerate(arrays["anchors"])}
+    self.errors = {p: jax.tree.map(jnp.asarray, x) for p, x in enumerate(arrays["errors"])}
+    self.version, self.steps, self.tokens = (dict(enumerate(facts[k])) for k in ("version", "steps", "tokens"))
+    self._sent = {}
+    self.channels = {s: Channel(due=due, interval=interval) for s, (due, interval) in enumerate(facts["channels"])}
