@@ -9,7 +9,7 @@ which travels with its contributions to the tape (see `tape`):
     ["offer", n, t]                           it contributed to step t
     ["retract", n, t]                         the syncer lost what it had contributed to step t
     ["reseed", n, {fragment: version}]        it took all global parameters and a fresh inner optimizer state
-    ["cut", n, name]                          its state at this boundary went into a checkpoint
+    ["cut", n, number]                        its state at this boundary went into a checkpoint
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ class Programs:
       return self._step(*args)
     with jax.set_mesh(self.mesh):
       return self._step(*args)
+
+  def warm(self, core: LearnerCore, batch: PyTree) -> None:
+    """Compiles what a learner runs, so that nothing stalls later; changes nothing."""
+    w, opt = self.place(*jax.device_get((core.w, core.opt)))
+    for p in range(self.options.fragments):
+      self.delta(p, w, core.anchors[p], core.errors[p], np.int32(0), np.int32(0))
+      self.blend(p, w, core.anchors[p], self.options.blend)
+    jax.block_until_ready(self.step(w, opt, batch, 0, 0))
 
   def fresh_optimizer(self, w: PyTree, n: int) -> PyTree:
     """An inner optimizer state without memory whose schedules stand at inner step n."""
@@ -330,7 +338,7 @@ class LearnerCore:
 
   # --- checkpoints ---------------------------------------------------------------------------------------------------
 
-  def snapshot(self, cut: str) -> dict[str, Any]:
+  def snapshot(self, cut: int) -> dict[str, Any]:
     """The state at this boundary on the host: {"arrays": pytree, "facts": what JSON can hold}, for `saved`."""
     arrays = {"w": self.w, "opt": self.opt, "anchors": [self.anchors[p] for p in range(self.options.fragments)],
               "errors": [self._sent[p][1] if p in self._sent else self.errors[p] for p in range(self.options.fragments)]}

@@ -33,7 +33,8 @@ class Contribution:
     life: how often the learner has joined. n: its inner steps. seq: number of this contribution among its operations.
     steps, tokens: since it last received the fragment. full: whether it counts for the quorum.
     ops_from, ops: its operations that are not on the tape yet, up to this contribution; see `tape`.
-    payload: the (encoded) outer gradient; the syncer keeps it decoded.
+    payload: the (encoded) outer gradient; the syncer keeps it decoded. nbytes: of it.
+    loss, step_seconds, transfer: the learner's newest loss, and what an inner step and a contribution take it.
   """
 
   learner: int
@@ -49,6 +50,8 @@ class Contribution:
   ops: list[list[Any]]
   payload: dict[str, np.ndarray]
   nbytes: int = 0
+  step_seconds: float = 0.0
+  transfer: float = 0.0
 
 
 @dataclasses.dataclass
@@ -57,6 +60,7 @@ class Member:
 
   Attributes:
     life: how often it has joined. n: its inner steps. heard: when. reach: whether that was lately. sick: non-finite.
+    trains: whether this life has reported yet; before, it loads and compiles, and nobody waits for it.
     step_seconds, transfer, loss: as it reports them. interval: its inner steps between contributions (DyLU).
     token, answer: with merges on arrival, how many of its contributions were merged, and the version that the last one made.
     ops, ops_next, taped: operations that wait for the tape, the number of the next one, how many are on the tape.
@@ -65,7 +69,8 @@ class Member:
   life: int
   n: int
   heard: float
-  reach: bool = True
+  reach: bool = False
+  trains: bool = False
   sick: bool = False
   step_seconds: float = 0.0
   transfer: float = 0.0
@@ -161,8 +166,8 @@ class SyncerCore:
     member.n, member.heard, member.step_seconds, member.transfer = max(n, member.n), now, step_seconds, transfer
     member.loss = loss
     if not member.reach:
-      member.reach = True
-      self.note(now, f"learner {learner}", "back", "it answers again")
+      self.note(now, f"learner {learner}", *(("back", "it answers again") if member.trains else ("trains", f"from step {n}")))
+    member.reach = member.trains = True
     return True
 
   def ill(self, learner: int, now: float, cause: str) -> None:
@@ -202,6 +207,7 @@ class SyncerCore:
     member = self.members.get(c.learner)
     if member is None or member.life != c.life:
       return "life"
+    self.heard(c.learner, c.life, now, c.n, c.step_seconds, c.transfer, c.loss)
     if c.ops_from <= member.ops_next:
       fresh = c.ops[member.ops_next - c.ops_from:]
       member.ops += fresh
