@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Programs, Reseed
+from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
 from fgd_jax.decoupled.merging import Merger
 from fgd_jax.decoupled.options import Options
+from fgd_jax.decoupled.programs import Programs
 from fgd_jax.decoupled.syncer import SyncerCore
 from fgd_jax.methods.base import Outer
 from fgd_jax.outer.merge import make_aggregator
 
-OPTIONS = Options(policy="decoupled", learners=2, quorum=2, steps=8, inner_steps=4, fragments=2, syncers=1, shards=2, overlap=0,
-                  blend=0.0, grace=0.0, grace_cap=60.0, silent_after=10.0, pace=0.0, dylu=True, batch_tokens=8,
+OPTIONS = Options(policy="decoupled", learners=2, quorum=2, steps=8, inner_steps=4, fragments=2, syncers=1, shards=2,
+                  overlap=0, blend=0.0, grace=0.0, grace_cap=60.0, silent_after=10.0, pace=0.0, dylu=True, batch_tokens=8,
                   aggregator=make_aggregator("mean"), outer=Outer(outer_lr=0.7, outer_momentum=0.9))
 
 

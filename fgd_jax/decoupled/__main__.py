@@ -2,8 +2,8 @@
 
     python -m fgd_jax.decoupled --config=configs/decoupled_quickstart.py --workdir=runs/decoupled [--config.steps=60]
 
-Started again with the same command, a run that was stopped anywhere goes on from its last checkpoint. --join adds learners to
-a run that goes on; --replay computes a finished or stopped run once more from its tape and compares every merge.
+Started again with the same command, a run that was stopped anywhere goes on from its last checkpoint. --join adds learners
+to a run that goes on; --replay computes a finished or stopped run once more from its tape and compares every merge.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import sys
 from typing import Any
 
@@ -21,15 +20,16 @@ from ml_collections import config_flags
 # The driver computes little and must leave accelerators to the learners; this is before jax looks for them.
 PLATFORMS = os.environ.get("JAX_PLATFORMS", "")
 os.environ["JAX_PLATFORMS"] = "cpu"
-if PLATFORMS == "cpu":
-  os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
-from fgd_jax import config as configs  # noqa: E402  (after the environment)
-from fgd_jax.decoupled.options import POLICIES  # noqa: E402
+import jax  # noqa: E402  (after the environment)
+
+from fgd_jax import config as configs  # noqa: E402
+from fgd_jax.decoupled.options import POLICIES, environment  # noqa: E402
 from fgd_jax.runlog import show_own_logs  # noqa: E402
 from fgd_jax.train import NonFiniteError  # noqa: E402
 
-USAGE = "python -m fgd_jax.decoupled --config=FILE[:key=value,...] --workdir=DIR [--ray-address=HOST:PORT] [--join=N | --replay]"
+USAGE = ("python -m fgd_jax.decoupled --config=FILE[:key=value,...] --workdir=DIR [--ray-address=HOST:PORT] "
+         "[--join=N | --replay]")
 
 
 def _need_ray() -> None:
@@ -50,10 +50,11 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS.workdir:
     raise app.UsageError("--workdir=DIR is needed: the folder for checkpoints, metrics and events.")
   show_own_logs()
-  signal.signal(signal.SIGTERM, signal.default_int_handler)  # a preempted job saves like an interrupted one
   config, workdir = flags.FLAGS.config, flags.FLAGS.workdir
   try:
     if flags.FLAGS.replay:
+      os.environ.update(environment(config, PLATFORMS))  # as the learners had it; jax has not looked yet
+      jax.config.update("jax_platforms", PLATFORMS or None)
       from fgd_jax.decoupled.replay import replay
       _show(replay(config, workdir))
       return

@@ -23,11 +23,11 @@ import ray
 from absl import logging
 from ml_collections import ConfigDict
 
-from fgd_jax import config as configs
-from fgd_jax import data, models, sharding
-from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Programs, Reseed
+from fgd_jax import data
+from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
 from fgd_jax.decoupled.merging import Merger
-from fgd_jax.decoupled.options import Options, fingerprint, make_options, schedule_config
+from fgd_jax.decoupled.options import fingerprint, make_options
+from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
 
@@ -35,21 +35,6 @@ POLL_SECONDS = 0.5  # how long a poll without news may take
 CALL_SECONDS = 30.0  # after which a call counts as lost
 RETRY_SECONDS = 0.2  # between attempts to reach a syncer that does not answer
 CLOCK = time.time
-
-
-def make_model(config: ConfigDict, vocab_size: int) -> tuple[models.Model, Any]:
-  """The model and the shapes of its parameters."""
-  model = models.make(configs.make_model_config(config, vocab_size))
-  return model, jax.eval_shape(model.init, jax.random.key(config.seed))
-
-
-def make_programs(config: ConfigDict, options: Options, vocab_size: int) -> Programs:
-  """The compiled computations of a learner, on the devices of this process."""
-  model, shapes = make_model(config, vocab_size)
-  inside = config.mesh.fsdp * config.mesh.tensor
-  mesh = sharding.make_mesh(jax.devices()[:inside], 1, config.mesh.fsdp, config.mesh.tensor) if inside > 1 else None
-  return Programs(options, shapes, model.loss, configs.make_inner_optimizer(schedule_config(config)), config.accumulate,
-                  config.seed, mesh, **sharding.inside_worker(mesh))
 
 
 def use_compilation_cache(workdir: str) -> None:
@@ -92,7 +77,7 @@ class Syncer:
     """Compiles the merges before the first one is needed."""
     core = self.core
     for p in core.owned:
-      stack = core.merger.stack([core.theta[p]])
+      stack = core.merger.stack([core.theta[p]], 1 if core.options.on_arrival else core.options.learners)
       jax.block_until_ready(core.merger.step(core.theta[p], core.outer[p], stack, core.merger.weights([1.0], stack),
                                              np.int32(0)))
 
@@ -140,7 +125,7 @@ class Syncer:
     end = time.monotonic() + POLL_SECONDS
     learner, life = report["learner"], report["life"]
     with self.lock:
-      if not self.core.heard(learner, life, CLOCK(), report["n"], report["step_seconds"], report["transfer"], report["loss"]):
+      if not self.core.heard(learner, life, CLOCK(), *(report[k] for k in ("n", "step_seconds", "transfer", "loss"))):
         return {"rejoin": True}
       if report["sick"]:
         self.core.ill(learner, CLOCK(), f"its loss at inner step {report['n']} is not finite")
@@ -268,7 +253,7 @@ class Learner:
     saved = self.given.get(timeout=CALL_SECONDS) if life == self.resumes else None
     core = LearnerCore(programs, self.number, life, n, fragments, saved)  # type: ignore[arg-type]
     batches = data.worker_batches(train, core.learner, self.options.shards, self.config.batch_size, self.config.seed)
-    programs.warm(core, batches[core.n])
+    core.warm(batches[core.n])
     self.inbox, self.over, self.heals = queue.Queue(), threading.Event(), False
     self.parts: dict[int, Any] = {}
     self.have = [{p: t for p, t in core.version.items() if self.options.syncer_of(p) == s} for s in range(len(self.syncers))]
@@ -332,11 +317,12 @@ class Learner:
 
   def _join(self) -> tuple[int, int, dict[int, Any]]:
     """Joins all syncers, however long that takes; their word on number, life and inner step is the first syncer's."""
-    keys, fragments, first = fingerprint(self.config), {}, None
+    keys, first = fingerprint(self.config), None
+    fragments: dict[int, Any] = {}
     for syncer in self.syncers:
       while True:
         try:
-          reply = ray.get(syncer.join.remote(self.number, keys), timeout=CALL_SECONDS)
+          reply: Any = ray.get(syncer.join.remote(self.number, keys), timeout=CALL_SECONDS)
           fragments |= {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply["fragments"].items()}
           break
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
@@ -357,7 +343,7 @@ class Learner:
                 "transfer": self.transfer, "loss": self.loss, "have": self.have[s], "opened": opened, "cut": cut,
                 "sick": (core.sick or bool(self.parts)) and s not in self.parts and not self.heals}
       try:
-        reply = ray.get(self.syncers[s].poll.remote(report), timeout=CALL_SECONDS)
+        reply: Any = ray.get(self.syncers[s].poll.remote(report), timeout=CALL_SECONDS)
         fragments = {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply.get("fragments", reply.get("reseed", {})).items()}
       except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
         time.sleep(RETRY_SECONDS)
@@ -398,7 +384,7 @@ class Learner:
     began = time.monotonic()
     s = self.options.syncer_of(0 if self.options.on_arrival else self.options.fragment(c.t))
     try:
-      answer = ray.get(self.syncers[s].offer.remote(c, cut), timeout=CALL_SECONDS)
+      answer: Any = ray.get(self.syncers[s].offer.remote(c, cut), timeout=CALL_SECONDS)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
       answer = "lost"
     self.answers[answer] = self.answers.get(answer, 0) + 1
@@ -421,7 +407,7 @@ class Learner:
   def snapshot(self, number: int, seconds: float) -> dict[str, Any] | None:
     """The state that a checkpoint has of this learner; None where it has none within so many seconds."""
     with self.cut_done:
-      self.cut_done.wait_for(lambda: self.cut_number >= number or self.stopped, seconds)
+      self.cut_done.wait_for(lambda: self.cut_number >= number or self.stopped or self.failure or self.core is None, seconds)
       return self.cut_state if self.cut_number == number else None
 
   def set_pace(self, seconds: float) -> None:

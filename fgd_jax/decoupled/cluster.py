@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ml_collections import ConfigDict
 
 from fgd_jax.decoupled import actors
-from fgd_jax.decoupled.options import Options, resources
+from fgd_jax.decoupled.options import Options, environment, resources
 
 CONNECT_SECONDS = 20.0
 START_SECONDS = 180.0
-# One thread for each process: learners that share a few cores must not each ask for all of them. Replays use the same.
-CPU_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 def connect(address: str | None, processes: int, namespace: str) -> None:
@@ -38,28 +35,15 @@ def connect(address: str | None, processes: int, namespace: str) -> None:
     try:
       socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, ValueError, OverflowError) as e:
-      raise ValueError(f"--ray-address={address}: nothing answers there ({e}); start Ray with `ray start --head --port=6379` "
-                       "and give HOST:PORT, or leave the flag out for a local one.") from e
+      raise ValueError(f"--ray-address={address}: nothing answers there ({e}); start Ray with `ray start --head "
+                       "--port=6379` and give HOST:PORT, or leave the flag out for a local one.") from e
   try:
     del common["include_dashboard"]
     ray.init(address=address, **common)
   except (ConnectionError, RuntimeError, ValueError) as e:
     reason = str(e).strip().splitlines()[0]
-    raise ValueError(f"--ray-address={address} cannot be joined ({reason}); start Ray with `ray start --head` first, or leave "
-                     "the flag out for a local one.") from e
-
-
-def cpu_environment(devices: int = 1) -> dict[str, str]:
-  """Environment of a process that computes on CPU with one thread and so many virtual devices."""
-  count = f" --xla_force_host_platform_device_count={devices}" if devices > 1 else ""
-  return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": CPU_FLAGS + count, "OMP_NUM_THREADS": "1"}
-
-
-def learner_environment(config: ConfigDict, platforms: str) -> dict[str, str]:
-  """Environment of a learner; `platforms`: JAX_PLATFORMS as the user has it, "" for jax's own choice."""
-  if platforms == "cpu":
-    return cpu_environment(config.mesh.fsdp * config.mesh.tensor)
-  return {"JAX_PLATFORMS": platforms}
+    raise ValueError(f"--ray-address={address} cannot be joined ({reason}); start Ray with `ray start --head` first, or "
+                     "leave the flag out for a local one.") from e
 
 
 def start_syncers(config: ConfigDict, options: Options, vocab_size: int, workdir: str) -> list[Any]:
@@ -70,9 +54,9 @@ def start_syncers(config: ConfigDict, options: Options, vocab_size: int, workdir
   """
   here = f"node:{ray.util.get_node_ip_address()}"
   local = {here: 0.001} if here in ray.cluster_resources() else {}
-  made = [ray.remote(actors.Syncer).options(
+  made: list[Any] = [ray.remote(actors.Syncer).options(
       name=f"syncer {s}", num_cpus=1, resources=local, max_restarts=-1, max_concurrency=100,
-      runtime_env={"env_vars": {**cpu_environment(), **_precision()}}).remote(config, vocab_size, options.shards, workdir, s)
+      runtime_env={"env_vars": environment(config, "cpu")}).remote(config, vocab_size, options.shards, workdir, s)
       for s in range(options.syncers)]
   try:
     ray.get([s.news.remote(0, 0) for s in made], timeout=START_SECONDS)
@@ -90,7 +74,7 @@ def start_learner(config: ConfigDict, shards: int, vocab_size: int, workdir: str
   wanted = resources(config)
   return ray.remote(actors.Learner).options(
       num_cpus=wanted.pop("CPU", 1), num_gpus=wanted.pop("GPU", 0), resources=wanted, max_restarts=-1, max_concurrency=8,
-      runtime_env={"env_vars": {**learner_environment(config, platforms), **_precision()}}).remote(
+      runtime_env={"env_vars": environment(config, platforms)}).remote(
           config, vocab_size, shards, workdir, namespace, number, resumes)
 
 
@@ -106,8 +90,3 @@ def find_syncers(namespace: str) -> list[Any]:
   if not found:
     raise ValueError(f"No run {namespace!r} goes on in this Ray cluster; --workdir must be that of the run to join.")
   return found
-
-
-def _precision() -> Mapping[str, str]:
-  """What the driver's environment says about float64, for all processes."""
-  return {"JAX_ENABLE_X64": os.environ["JAX_ENABLE_X64"]} if "JAX_ENABLE_X64" in os.environ else {}

@@ -18,9 +18,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
+from fgd_jax.checkpoint import ConfigMismatchError, refuse_other_config
 from fgd_jax.config import flat
 from fgd_jax.decoupled.options import FREE_KEYS
-from fgd_jax.checkpoint import ConfigMismatchError, refuse_other_config
 
 PyTree = Any
 
@@ -32,7 +32,7 @@ def _numbered(tree: PyTree) -> dict[str, np.ndarray]:
 
 def _like(numbered: Mapping[str, Any], tree: PyTree) -> PyTree:
   """The tree of which `_numbered` made this; `tree` has its structure."""
-  treedef = jax.tree.structure(tree)
+  treedef: Any = jax.tree.structure(tree)
   return jax.tree.unflatten(treedef, [np.asarray(numbered[f"{i:06d}"]) for i in range(treedef.num_leaves)])
 
 
@@ -89,7 +89,8 @@ class Cuts:
       for i, like in enumerate(syncers):
         theta, outer = _like(arrays["syncers"][str(i)], like)
         made.append({"facts": facts["syncers"][i], "theta": theta, "outer": outer})
-      learners = {int(m): {"facts": x, "arrays": _like(arrays["learners"][m], learner)} for m, x in facts["learners"].items()}
+      learners = {int(m): {"facts": x, "arrays": _like(arrays["learners"][m], learner)}
+                  for m, x in facts["learners"].items()}
     except ConfigMismatchError:
       raise
     except Exception as e:  # orbax and tensorstore raise what they please for damaged files

@@ -16,7 +16,8 @@ class Grace:
   Evidence: the equation from third parties [3P]; what xi_quorum counts, the decay, gamma and cap are ours [INF].
 
   Args:
-    gamma: in [0, 1). cap: seconds. overlap: tau, inner steps; 0 counts as 1, since a learner that waits anyway can wait that.
+    gamma: in [0, 1). cap: seconds. overlap: tau, inner steps; 0 counts as 1, since a learner that waits anyway can wait
+      that long.
   """
 
   def __init__(self, gamma: float, cap: float, overlap: int):

@@ -1,10 +1,10 @@
-"""A learner: inner steps, contributions at step boundaries, global fragments as they arrive. Knows no clock, thread or network.
+"""A learner: inner steps, contributions at step boundaries, global fragments as they arrive. No clock, thread or network.
 
 Everything happens at boundaries between inner steps, in this order: messages in the order of their arrival, then
 contributions, then the next step. What a learner did, besides stepping, is a list of operations ([kind, inner step, ...]),
 which travels with its contributions to the tape (see `tape`):
 
-    ["join", n, {fragment: version}, start]   it began: start "cut" (a checkpoint's state) or "fresh" (global parameters)
+    ["join", n, {fragment: version}, start]   it began, from the global parameters ("fresh") or a checkpoint (its number)
     ["apply", n, t]                           the fragment of step t was blended in
     ["offer", n, t]                           it contributed to step t
     ["retract", n, t]                         the syncer lost what it had contributed to step t
@@ -15,143 +15,18 @@ which travels with its contributions to the tape (see `tape`):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fgd_jax import sharding
-from fgd_jax.decoupled.merging import Tree, partition
-from fgd_jax.decoupled.options import Options
+from fgd_jax.decoupled.merging import Tree
+from fgd_jax.decoupled.programs import Programs
 from fgd_jax.decoupled.syncer import Contribution
-from fgd_jax.inner import Inner
-from fgd_jax.methods import make as make_method
-from fgd_jax.methods.base import narrowed, widened
-from fgd_jax.mixing import Context, Placement
-from fgd_jax.mixing.codec import make_codec
 
 PyTree = Any
-
-
-class Programs:
-  """The compiled computations of learners.
-
-  Args:
-    options: of the run.
-    params: shapes of the model's parameters.
-    loss_fn, optimizer, accumulate, seed: as in `fgd_jax.build_round`.
-    mesh: over the learner's own devices (axes worker = 1, fsdp, tensor), None for one device.
-    param_sharding, batch_sharding: as in `fgd_jax.build_round`.
-  """
-
-  def __init__(self, options: Options, params: PyTree, loss_fn: Callable, optimizer: optax.GradientTransformation,
-               accumulate: int = 1, seed: int = 0, mesh: Mesh | None = None, param_sharding: sharding.Rules = (),
-               batch_sharding: PartitionSpec = PartitionSpec()):
-    self.options, self.params, self.mesh = options, params, mesh
-    self.fragments = partition(options, params)
-    self.optimizer = optimizer
-    self._codec = make_codec(options.outer.codec)
-    self._seed = seed
-    inner = Inner(loss_fn, optimizer, accumulate, seed, make_method("local").bind(1, seed))
-    context = Context(Placement(1), jnp.int32(0), jnp.zeros(1, jnp.int32), jnp.ones(1, bool), {})
-
-    def step(w, opt, batch, learner, n):
-      one = jax.tree.map(lambda x: x[None], batch)
-      w, opt, loss, _, _ = inner.phase(w, opt, one, learner, None, context._replace(round=n), 0, 1)
-      return w, opt, loss[0]
-
-    state = jax.eval_shape(optimizer.init, params)
-    places: dict[str, Any] = {}
-    self._w_place = self._opt_place = None
-    self._place = lambda tree: None
-    if mesh is not None:
-      specs = sharding.param_specs(params, param_sharding)
-      self._place = lambda tree: jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharding.like_params(
-          tree, params, specs, dict(mesh.shape)), is_leaf=lambda x: isinstance(x, PartitionSpec))
-      self._w_place, self._opt_place = self._place(params), self._place(state)
-      everywhere = NamedSharding(mesh, PartitionSpec())
-      places = {"in_shardings": (self._w_place, self._opt_place, NamedSharding(mesh, batch_sharding), everywhere, everywhere),
-                "out_shardings": (self._w_place, self._opt_place, everywhere)}
-    self._step = jax.jit(step, donate_argnums=(0, 1), **places)
-    self._init = jax.jit(optimizer.init, **({} if mesh is None else {"out_shardings": self._opt_place}))
-    out = {} if mesh is None else {"out_shardings": self._w_place}
-    self._blend = jax.jit(self._blended, static_argnums=0, **out)
-    self._assemble = jax.jit(self._assembled, **out)
-    self.delta = jax.jit(self._delta, static_argnums=0)
-
-  def step(self, w: PyTree, opt: PyTree, batch: PyTree, learner: int, n: int) -> tuple[PyTree, PyTree, jax.Array]:
-    """One inner step; w and opt are donated."""
-    args = (w, opt, batch, np.int32(learner), np.int32(n))
-    if self.mesh is None:
-      return self._step(*args)
-    with jax.set_mesh(self.mesh):
-      return self._step(*args)
-
-  def warm(self, core: LearnerCore, batch: PyTree) -> None:
-    """Compiles what a learner runs, so that nothing stalls later; changes nothing."""
-    w, opt = self.place(*jax.device_get((core.w, core.opt)))
-    for p in range(self.options.fragments):
-      self.delta(p, w, core.anchors[p], core.errors[p], np.int32(0), np.int32(0))
-      self.blend(p, w, core.anchors[p], self.options.blend)
-    jax.block_until_ready(self.step(w, opt, batch, 0, 0))
-
-  def fresh_optimizer(self, w: PyTree, n: int) -> PyTree:
-    """An inner optimizer state without memory whose schedules stand at inner step n."""
-    count = lambda s: s._replace(count=jnp.asarray(n, s.count.dtype)) if isinstance(s, optax.ScaleByScheduleState) else s
-    return jax.tree.map(count, self._init(w), is_leaf=lambda s: isinstance(s, optax.ScaleByScheduleState))
-
-  def place(self, w: PyTree, opt: PyTree) -> tuple[PyTree, PyTree]:
-    """Host arrays as a learner's state, where it lives."""
-    copy = lambda tree: jax.tree.map(jnp.array, tree)  # the first step donates them
-    if self.mesh is None:
-      return copy(w), copy(opt)
-    return jax.device_put(copy(w), self._w_place), jax.device_put(copy(opt), self._opt_place)
-
-  def assemble(self, fragments: Mapping[int, Tree]) -> PyTree:
-    """Parameters from all fragments."""
-    return self._assemble([dict(fragments[p]) for p in range(self.options.fragments)])
-
-  def _assembled(self, fragments):
-    w = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
-    for p, fragment in enumerate(fragments):
-      w = self.fragments.put(w, p, narrowed(fragment, self.fragments.shape(p)))
-    return w
-
-  def anchor(self, p: int, fragment: Tree) -> Tree:
-    """The global fragment as a learner can hold it: in the parameters' dtypes, so that their rounding is no progress."""
-    narrow = jax.tree.map(lambda x, s: np.asarray(x).astype(s.dtype), dict(fragment), self.fragments.shape(p))
-    return jax.device_put(narrow, self._place(narrow))
-
-  def blend(self, p: int, w: PyTree, fragment: Tree, alpha: float) -> PyTree:
-    """w_p <- alpha w_p + (1 - alpha) Theta_p."""
-    return self._blend(p, w, fragment, float(alpha))
-
-  def _blended(self, p, w, fragment, alpha):
-    mine, theirs = widened(self.fragments.take(w, p)), widened(fragment)
-    mixed = jax.tree.map(lambda a, b: jnp.where(alpha == 0, b, alpha * a + (1 - alpha) * b), mine, theirs)
-    return self.fragments.put(w, p, narrowed(mixed, self.fragments.shape(p)))
-
-  def _delta(self, p, w, anchor, error, learner, n):
-    """(payload, error'): the encoded Delta = Theta_p - w_p, and what the codec lost of it where that is fed back."""
-    delta = jax.tree.map(jnp.subtract, widened(anchor), widened(self.fragments.take(w, p)))
-    if self._codec is None:
-      return delta, error
-    target = jax.tree.map(jnp.add, delta, error) if self.options.outer.feeds_back else delta
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), learner), n)
-    keys = dict(zip(target, jax.random.split(key, len(target))))
-    payload = {k: self._codec.encode(x, keys[k] if self._codec.stochastic else None) for k, x in target.items()}
-    if self.options.outer.feeds_back:
-      error = {k: x - self._codec.decode(payload[k], x) for k, x in target.items()}
-    return payload, error
-
-  def no_error(self, p: int) -> PyTree:
-    """Error feedback's state of a fragment at the start."""
-    shapes = jax.eval_shape(widened, self.fragments.shape(p))
-    return {k: jnp.zeros(x.shape, x.dtype) for k, x in shapes.items()} if self.options.outer.feeds_back else ()
 
 
 class Opened(NamedTuple):
@@ -221,7 +96,7 @@ class LearnerCore:
     else:
       self._continue(saved)
     versions = {str(p): t for p, t in self.version.items()}
-    self._did("join", versions, "fresh" if saved is None else saved["cut"])
+    self._did("join", versions, "fresh" if saved is None else saved["facts"]["cut"])
     if saved is not None:
       for p, (t, fragment) in fragments.items():
         if t > self.version[p]:
@@ -336,6 +211,15 @@ class LearnerCore:
       self.tokens[p] += self.options.batch_tokens
     return loss
 
+  def warm(self, batch: PyTree) -> None:
+    """Compiles everything, so that nothing stalls later; changes nothing."""
+    programs, zero = self.programs, np.int32(0)
+    w, opt = programs.place(*jax.device_get((self.w, self.opt)))
+    for p in range(self.options.fragments):
+      programs.delta(p, w, self.anchors[p], self.errors[p], zero, zero)
+      programs.blend(p, w, self.anchors[p], self.options.blend)
+    jax.block_until_ready(programs.step(w, opt, batch, 0, 0))
+
   # --- checkpoints ---------------------------------------------------------------------------------------------------
 
   def snapshot(self, cut: int) -> dict[str, Any]:
@@ -350,6 +234,7 @@ class LearnerCore:
              "channels": [[self.n if c.open is not None and c.answered == c.open else c.due, c.interval]
                           for c in self.channels.values()], "cut": cut}
     self._did("cut", cut)
+    facts |= {"ops_from": self.ops_from, "ops": list(self.ops)}  # which no tape has, if the run continues from here
     return {"arrays": jax.device_get(arrays), "facts": facts}
 
   def _continue(self, saved: Mapping[str, Any]) -> None:

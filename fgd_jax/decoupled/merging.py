@@ -16,7 +16,7 @@ from fgd_jax.methods.base import narrowed, outer_step, widened
 from fgd_jax.mixing.codec import make_codec
 from fgd_jax.mixing.fragments import Fragments, make_fragments
 from fgd_jax.mixing.subset import NUMBERED_LAYER, STACKED_LAYERS
-from fgd_jax.outer.merge import Aggregator, radial_directional
+from fgd_jax.outer.merge import Aggregator, Rda, radial_directional
 
 PyTree = Any
 Tree = dict[str, Any]  # a fragment: arrays by key
@@ -41,8 +41,8 @@ def merge(aggregator: Aggregator, stack: Tree, weights: jax.Array, key: jax.Arra
     key: for aggregators that draw.
   """
   present = weights > 0
-  if aggregator.name == "rda":
-    plain = getattr(aggregator, "plain")
+  if isinstance(aggregator, Rda):
+    plain = aggregator.plain
     share = jnp.where(present, weights, 0) / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
 
     def leaf(name: str, x: jax.Array) -> jax.Array:
@@ -102,9 +102,8 @@ class Merger:
     shapes = jax.eval_shape(widened, self.fragments.shape(p))
     return {k: self._codec.decode(x, shapes[k]) for k, x in payload.items()}
 
-  def stack(self, deltas: Sequence[Tree]) -> Tree:
-    """Leaves [slots, ...] with zeros for learners that are missing, so that one program serves any number of them."""
-    slots = 1 if self.options.on_arrival else max(self.options.learners, len(deltas))
+  def stack(self, deltas: Sequence[Tree], slots: int) -> Tree:
+    """Leaves [slots, ...] with zeros for learners that are missing."""
     return {k: np.stack([d[k] for d in deltas] + [np.zeros_like(x)] * (slots - len(deltas))) for k, x in deltas[0].items()}
 
   def weights(self, weights: Sequence[float], stack: Tree) -> np.ndarray:

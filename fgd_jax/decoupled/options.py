@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ POLICIES = ("decoupled", "delayed_nesterov", "async_mean")
 FREE_KEYS = ("learners", "quorum", "rounds", "eval_every", "measure_every", "decoupled.grace", "decoupled.grace_cap",
              "decoupled.silent_after", "decoupled.pace", "decoupled.resources", "decoupled.dylu", "checkpoint_every",
              "checkpoint_keep", "allow_cpu", "cpu_devices", "profile")
+CPU_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 DYLU_LEAST = 5  # inner steps of a learner, however slow (arXiv 2401.09135)
 
 
@@ -187,16 +189,32 @@ def resources(config: ConfigDict) -> dict[str, float]:
     ValueError: not of the form "GPU=1" or "TPU=4;custom=1".
   """
   text = config.decoupled.resources
+  words = [word.split("=") for word in filter(None, (text or "").split(";"))]
   try:
-    return {name.strip(): float(count) for name, count in (word.split("=") for word in filter(None, (text or "").split(";")))}
+    return {name.strip(): float(count) for name, count in words}
   except ValueError as e:
     raise ValueError(f"decoupled.resources={text!r} must be of the form 'GPU=1' or 'TPU=4;custom=1'.") from e
 
 
+def environment(config: ConfigDict, platforms: str) -> dict[str, str]:
+  """Environment variables of a learner's or syncer's process.
+
+  On CPU it has one thread, since processes that share a few cores must not each ask for all of them, and as many virtual
+  devices as a learner's mesh. A replay needs the same.
+
+  Args:
+    platforms: JAX_PLATFORMS; "" for jax's own choice.
+  """
+  devices = config.mesh.fsdp * config.mesh.tensor
+  flags = CPU_FLAGS + (f" --xla_force_host_platform_device_count={devices}" if devices > 1 else "")
+  precision = {k: os.environ[k] for k in ("JAX_ENABLE_X64",) if k in os.environ}
+  return {"JAX_PLATFORMS": platforms, "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1", **precision}
+
+
 def fingerprint(config: ConfigDict) -> dict[str, Any]:
   """The keys that a learner and the syncer must agree on."""
-  return {key: value for key, value in configs.flat(config).items()
-          if key not in FREE_KEYS and not key.startswith(("method.", "overlap.")) and key not in ("workers", "worker_weights")}
+  unused = ("method.", "overlap.", "worker")
+  return {key: value for key, value in configs.flat(config).items() if key not in FREE_KEYS and not key.startswith(unused)}
 
 
 def digest(keys: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -23,10 +24,12 @@ from tqdm import tqdm
 from fgd_jax import config as configs
 from fgd_jax import data, models
 from fgd_jax.checkpoint import refuse_other_config
-from fgd_jax.decoupled import actors, cluster
+from fgd_jax.decoupled import cluster
 from fgd_jax.decoupled.cuts import Cuts
-from fgd_jax.decoupled.learner import LearnerCore, Programs
+from fgd_jax.decoupled.learner import LearnerCore
+from fgd_jax.decoupled.merging import Merger
 from fgd_jax.decoupled.options import FREE_KEYS, Options, check, make_options
+from fgd_jax.decoupled.programs import Programs, make_model
 from fgd_jax.decoupled.store import TAPE, Store, cut_tape
 from fgd_jax.decoupled.syncer import SyncerCore
 from fgd_jax.runlog import RunLog, read_lines
@@ -90,7 +93,7 @@ class Run:
     corpus = data.load(config.data, config.seq_len, config.seed)
     data.worker_batches(corpus.train, 0, config.learners, config.batch_size, config.seed)  # refuses too little text
     heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
-    model, shapes = actors.make_model(config, corpus.vocab_size)
+    model, shapes = make_model(config, corpus.vocab_size)
     self.vocab_size, self.parameters, self.unigram = corpus.vocab_size, models.count_params(shapes), corpus.unigram_loss
     self._programs = Programs(make_options(config), shapes, model.loss, configs.make_inner_optimizer(config))
     self._evaluate = jax.jit(lambda w: jnp.mean(jax.lax.map(lambda b: model.loss(w, {"tokens": b}, None), heldout)))
@@ -100,26 +103,28 @@ class Run:
     write_config(config, self.workdir)
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own; a preempted job saves its state
     self.syncers = cluster.start_syncers(config, self.options, corpus.vocab_size, self.workdir)
     self.learners: list[Any] = []
+    self._unused = dict(saved)  # states whose learner does not train yet
     self._watched_learners: list[Watched] = []
     for m in range(self.options.learners):
       self.add_learner(m, saved.get(m))
     self._known = [[0, 0] for _ in self.syncers]  # records and events that were read
-    self._watched_syncers = [Watched(f"syncer {s}", handle, lambda h, s=s: h.news.remote(*self._known[s]))
-                             for s, handle in enumerate(self.syncers)]
+    ask = lambda s: lambda handle: handle.news.remote(*self._known[s])
+    self._watched_syncers = [Watched(f"syncer {s}", handle, ask(s)) for s, handle in enumerate(self.syncers)]
     lines = [r for r in read_lines(os.path.join(self.workdir, "metrics.jsonl")) if r["round"] <= start]
     self.step = lines[-1]["round"] if lines else 0  # the last one that is in metrics.jsonl; the tape has the others
     self._lines: dict[int, dict[str, Any]] = {}  # records that wait for the ones before them, or for an evaluation
     self._evaluation: tuple[int, Future] | None = None
-    self._pool = ThreadPoolExecutor(1, thread_name_prefix="evaluate and save")
+    self._pool = ThreadPoolExecutor(2, thread_name_prefix="evaluate or save")
     self._saving: Future | None = None
     expected = (self.options.steps + self.options.fragments) * self.options.interval * self.options.batch_tokens
     done = lines[-1]["tokens"] if lines else 0
     self.log = RunLog(self.workdir, start, (done, max(done, expected * self.options.learners)))
     self._board = Dashboard()
     self._tokens = done
-    self.failure: str | None = None
+    self._loss = lines[-1]["train_loss"] if lines else math.log(corpus.vocab_size)
 
   # --- start ---------------------------------------------------------------------------------------------------------
 
@@ -132,7 +137,7 @@ class Run:
       shutil.rmtree(folder, ignore_errors=True)  # of an attempt that ended before its first checkpoint
       cuts.close()
       return {}, None, 0
-    merger = actors.Merger(options, self._programs.params, self.config.seed)
+    merger = Merger(options, self._programs.params, self.config.seed)
     params = jax.jit(model.init)(jax.random.key(self.config.seed))
     cores = [SyncerCore(options, merger, {}, params, s) for s in range(options.syncers)]
     whole = {p: (0, x) for core in cores for p, x in core.theta.items()}
@@ -144,6 +149,10 @@ class Run:
       store = Store(os.path.join(folder, str(s)))
       for p in core.owned:
         store.save(p, syncers[s]["theta"][p], syncers[s]["outer"][p], syncers[s]["facts"])
+      for m, state in learners.items():
+        now = {k: state["facts"][k] for k in ("learner", "life", "ops_from", "ops")}
+        store.append({"time": time.time(), "actor": f"learner {m}", "event": "saved", "cause": f"checkpoint of step {step}",
+                      "syncer_step": step + 1, **now})
     logging.info("Resuming at step %d of %d, with the states of %d learners.", step, options.steps, len(learners))
     return learners, shards, step
 
@@ -152,8 +161,8 @@ class Run:
     life = 0
     if saved is not None:
       life = 1 + max(part["members"].get(str(number), {}).get("life", 0) for part in self._facts())
-    handle = cluster.start_learner(self.config, self.options.shards, self.vocab_size, self.workdir, namespace_of(self.workdir),
-                                   self.platforms, number, life)
+    handle = cluster.start_learner(self.config, self.options.shards, self.vocab_size, self.workdir,
+                                   namespace_of(self.workdir), self.platforms, number, life)
     if saved is not None:
       handle.give.remote(saved)
     self.learners.append(handle)
@@ -188,9 +197,12 @@ class Run:
         self._known[s][0] += len(news["records"])
         self._known[s][1] = self._known[s][1] + len(news["events"])
     for watched in self._watched_learners:
+      before = watched.last.get("failure")
       status = watched.look(self.note)
       if status is not None:
         self._board.show(watched.name, status, self.options)
+        if status["failure"] and status["failure"] != before:
+          self.note(watched.name, "failed", status["failure"])
     failures = [w.last.get("failure") for w in self._watched_learners if w.last]
     if failures and len(failures) == len(self._watched_learners) and all(failures):
       raise ValueError(f"All learners have failed; the first one says: {failures[0]}")
@@ -199,7 +211,8 @@ class Run:
   def _write_lines(self) -> None:
     while self.step + 1 in self._lines:
       step = self.step + 1
-      line = metrics(self._lines[step])
+      line = metrics(self._lines[step], self._loss)
+      self._loss = line["train_loss"]
       if self._due(step, self.config.eval_every) and self.config.eval_every or step == self.options.steps:
         if self._evaluation is None:
           self._evaluation = step, self._pool.submit(self._evaluate_now)
@@ -213,10 +226,18 @@ class Run:
       del self._lines[step]
       self.step = step
       if self.config.checkpoint_every and step % self.config.checkpoint_every == 0 and step < self.options.steps:
-        if self._saving is None or self._saving.done():
-          if self._saving is not None:
-            self._saving.result()
-          self._saving = self._pool.submit(self.save)
+        self._save_beside()
+
+  def _save_beside(self) -> None:
+    """Starts a checkpoint, unless one is still under way; one that a dying syncer prevented is left to the next time."""
+    if self._saving is not None:
+      if not self._saving.done():
+        return
+      try:
+        self._saving.result()
+      except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as e:
+        self.note("run", "not_saved", "no checkpoint: " + " ".join(str(e).split())[:200])
+    self._saving = self._pool.submit(self.save)
 
   def _due(self, step: int, every: int) -> bool:
     return bool(every) and step % every == 0
@@ -250,18 +271,21 @@ class Run:
     for part in syncers:
       for p, fragment in part["theta"].items():
         if not all(np.isfinite(x).all() for x in fragment.values()):
-          raise NonFiniteError(f"The global fragment {p} is not finite. Nothing was saved over earlier checkpoints; try a lower "
-                               "inner.lr or decoupled.outer_lr in a new --workdir.")
-    calls = {w.name: w.handle.snapshot.remote(number, CUT_SECONDS) for w in self._watched_learners}
-    learners = {}
-    for name, call in calls.items():
+          raise NonFiniteError(f"The global fragment {p} is not finite. Nothing was saved over earlier checkpoints; try a "
+                               "lower inner.lr or decoupled.outer_lr in a new --workdir.")
+    calls = [(w, w.handle.snapshot.remote(number, CUT_SECONDS)) for w in self._watched_learners]
+    learners = dict(self._unused)
+    for watched, call in calls:
       try:
         state = ray.get(call, timeout=CUT_SECONDS + 5)
       except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         state = None
-      if state is None:
-        self.note(name, "not_saved", "it gave no state for the checkpoint; resumed, it will start from the global parameters")
-      else:
+      if state is not None:
+        self._unused.pop(state["facts"]["learner"], None)
+      elif watched.last.get("started"):
+        self.note(watched.name, "not_saved",
+                  "it gave no state for the checkpoint; a resumed run starts it from the global parameters")
+      if state is not None:
         learners[state["facts"]["learner"]] = state
     step = max(t for part in syncers for t in part["facts"]["version"].values())
     self.cuts.save(step, syncers, learners)
@@ -291,13 +315,16 @@ class Run:
     tqdm.write(f"{event['actor']}: {event['event']} ({event['cause']})", file=sys.stderr)
 
 
-def metrics(record: dict[str, Any]) -> dict[str, Any]:
-  """A line of metrics.jsonl from a record of the tape; `step` is the most inner steps of a learner."""
+def metrics(record: dict[str, Any], loss: float) -> dict[str, Any]:
+  """A line of metrics.jsonl from a record of the tape; `step` is the most inner steps of a learner.
+
+  Learners report losses one step late; until the first one, `loss` stands for it.
+  """
   losses = [c["loss"] for c in record["contributions"] if c["loss"] is not None and math.isfinite(c["loss"])]
   kept = ("fragment", "learners", "quorum_seconds", "grace_seconds", "sync_seconds", "outer_gradient_norm", "bytes_received",
           "tokens")
   return {"round": record["step"], "step": max(record["inner_steps"].values()), **{k: record[k] for k in kept},
-          "contributions": len(record["contributions"]), "train_loss": float(np.mean(losses)) if losses else math.nan}
+          "contributions": len(record["contributions"]), "train_loss": float(np.mean(losses)) if losses else loss}
 
 
 class Dashboard:
@@ -334,8 +361,8 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
   options = check(config)
   with claimed(workdir):
     if (summary := recognise(config, workdir)) is not None:
-      logging.info("The run in %s is finished (%d steps, held-out loss %.4f); nothing to do. For a longer run choose another "
-                   "--workdir.", workdir, summary["steps"], summary["eval_loss"])
+      logging.info("The run in %s is finished (%d steps, held-out loss %.4f); nothing to do. For a longer run choose "
+                   "another --workdir.", workdir, summary["steps"], summary["eval_loss"])
       return summary
     run = Run(config, workdir, address, platforms)
     try:

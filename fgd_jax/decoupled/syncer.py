@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -166,7 +166,8 @@ class SyncerCore:
     member.n, member.heard, member.step_seconds, member.transfer = max(n, member.n), now, step_seconds, transfer
     member.loss = loss
     if not member.reach:
-      self.note(now, f"learner {learner}", *(("back", "it answers again") if member.trains else ("trains", f"from step {n}")))
+      event = ("back", "it answers again") if member.trains else ("trains", f"from inner step {n}")
+      self.note(now, f"learner {learner}", *event)
     member.reach = member.trains = True
     return True
 
@@ -263,11 +264,15 @@ class SyncerCore:
 
   def compute(self, closed: Closed) -> tuple[Tree, PyTree, float]:
     """Merge and outer step; changes nothing."""
-    stack = self.merger.stack([c.payload for c in closed.contributions])
-    weights = self.merger.weights([token_weight(c.tokens, c.steps) for c in closed.contributions], stack)
+    stack = self.merger.stack([c.payload for c in closed.contributions], self._slots(closed))
+    weights = self.merger.weights(weights_of([vars(c) for c in closed.contributions]), stack)
     out = self.merger.step(self.theta[closed.p], self.outer[closed.p], stack, weights, np.int32(closed.t))
     theta, outer, norm = jax.device_get(out)
     return theta, outer, float(norm)
+
+  def _slots(self, closed: Closed) -> int:
+    """Rows of the stack that is merged: of all learners, so that one program serves any number of contributions."""
+    return 1 if self.options.on_arrival else max(self.options.learners, len(closed.contributions))
 
   def commit(self, closed: Closed, result: tuple[Tree, PyTree, float], now: float, sync_seconds: float) -> dict[str, Any]:
     """Adopts the result, opens the next step and returns the step's record, a line of the tape."""
@@ -275,12 +280,13 @@ class SyncerCore:
     self.theta[p], self.outer[p], norm = result
     self.version[p] = t
     # `transfer` is what a learner measured for sending a contribution; bringing the fragment back takes about as long.
-    transfer = max((self.members[c.learner].transfer for c in closed.contributions if c.learner in self.members), default=0.0)
+    transfer = max(c.transfer for c in closed.contributions)
     self.grace.observe(sync=sync_seconds + 2 * transfer)
-    weights = [token_weight(c.tokens, c.steps) for c in closed.contributions]
+    weights = weights_of([vars(c) for c in closed.contributions])
     lines = []
     for c, weight in zip(closed.contributions, weights):
-      line = {"learner": c.learner, "life": c.life, "n": c.n, "seq": c.seq, "steps": c.steps, "tokens": c.tokens,
+      line: dict[str, Any] = {
+              "learner": c.learner, "life": c.life, "n": c.n, "seq": c.seq, "steps": c.steps, "tokens": c.tokens,
               "full": c.full, "weight": weight / sum(weights), "loss": c.loss}
       member = self.members.get(c.learner)
       if member is not None and member.life == c.life:
@@ -297,7 +303,8 @@ class SyncerCore:
         "learners": sum(m.reach for m in self.members.values()), "inner_steps": {m: x.n for m, x in self.members.items()},
         "tokens": self.trained * self.options.batch_tokens, "quorum_seconds": closed.quorum_seconds,
         "grace_seconds": closed.grace_seconds, "sync_seconds": sync_seconds, "outer_gradient_norm": norm,
-        "bytes_received": sum(c.nbytes for c in closed.contributions)}
+        "bytes_received": sum(c.nbytes for c in closed.contributions), "slots": self._slots(closed),
+        "shards": self.options.shards}
     self._open(t + self.options.syncers, now)
     for c in rest:
       self._in[c.learner], self._first = c, now
@@ -334,6 +341,11 @@ class SyncerCore:
   def note(self, now: float, actor: str, event: str, cause: str) -> None:
     """Writes down an event."""
     self.events.append({"time": now, "actor": actor, "event": event, "cause": cause, "syncer_step": self.t})
+
+
+def weights_of(contributions: Sequence[Mapping[str, Any]]) -> list[float]:
+  """The token weights of contributions that have `tokens` and `steps`."""
+  return [token_weight(c["tokens"], c["steps"]) for c in contributions]
 
 
 def checksum(theta: Mapping[str, Any]) -> int:

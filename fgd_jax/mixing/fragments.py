@@ -1,9 +1,9 @@
 """Fragments: a partition of the parameters in P parts that are exchanged one after the other (arXiv 2501.18512).
 
 Layer-wise, by path: layers are dealt out `strided` (layer i to fragment i mod n, the paper's default) or `sequential`
-(neighbours together), whether they are numbered (`layers_0/...`) or stacked (`layers/...` with a leading axis). Or `balanced`:
-tensor by tensor into the lightest fragment, embeddings apart (Decoupled DiLoCo, arXiv 2604.21428). Or `flat`: P equal ranges
-of all parameters, one after the other, which cut through leaves.
+(neighbours together), whether they are numbered (`layers_0/...`) or stacked (`layers/...` with a leading axis). Or
+`balanced`: tensor by tensor into the lightest fragment, embeddings apart (Decoupled DiLoCo, arXiv 2604.21428). Or `flat`: P
+equal ranges of all parameters, one after the other, which cut through leaves.
 """
 
 from __future__ import annotations
@@ -231,15 +231,16 @@ def _by_layers(count: int, order: str, ends: str, shapes: Mapping[str, Any]) -> 
 
 
 def _balanced(count: int, shapes: Mapping[str, Any]) -> Fragments:
-  """Greedy number partitioning: tensors in descending size, each to the lightest fragment; the embeddings are the last one.
+  """Greedy number partitioning: tensors in descending size, each to the lightest fragment; the embeddings are the last.
 
-  The heaviest of the others is at most 4/3 of the best possible (Graham 1969). Equal sizes go by path, equal loads by number.
-  A layer of stacked leaves is a tensor of its own.
+  The heaviest of the others is at most 4/3 of the best possible (Graham 1969). Equal sizes go by path, equal loads by
+  number. A layer of stacked leaves is a tensor of its own.
   """
   if count == 1:
     return Fragments([_keyed([_Piece(path) for path in shapes])], shapes)
   embeddings = [path for path in shapes if EMBEDDING.search(path)]
-  tensors = [(math.prod(x.shape), path, None) for path, x in shapes.items()
+  tensors: list[tuple[int, str, int | None]] = [
+             (math.prod(x.shape), path, None) for path, x in shapes.items()
              if path not in embeddings and (NUMBERED_LAYER.search(path) or not STACKED_LAYERS.search(path))]
   tensors += [(math.prod(x.shape[1:]), path, row) for path, x in shapes.items()
               if path not in embeddings and STACKED_LAYERS.search(path) and not NUMBERED_LAYER.search(path)

@@ -32,10 +32,10 @@ def nesterov(outer_lr: optax.ScalarOrSchedule, outer_momentum: float = 0.9, nest
 
 class DelayedNesterovState(NamedTuple):
   """Attributes:
-    count: arrivals so far. total: sum of the outer gradients since the momentum was last renewed. momentum: as it was then.
+    arrived: arrivals so far. total: of the outer gradients since the momentum was last renewed. momentum: as it was then.
   """
 
-  count: jax.Array
+  arrived: jax.Array
   total: Any
   momentum: Any
 
@@ -68,12 +68,12 @@ def delayed_nesterov(outer_lr: float, outer_momentum: float = 0.9, arrivals: int
 
   def update(grads, state, params=None):
     del params
-    renews = (state.count + 1) % arrivals == 0
+    renews = (state.arrived + 1) % arrivals == 0
     total = jax.tree.map(jnp.add, state.total, grads)
     momentum = jax.tree.map(lambda m, s: jnp.where(renews, outer_momentum * m + s / arrivals, m), state.momentum, total)
     factor = jnp.where(renews, 1 - share * arrivals + share, share) * outer_momentum
     updates = jax.tree.map(lambda m, g: (-outer_lr * (factor * m + g / arrivals)).astype(g.dtype), momentum, grads)
     total = jax.tree.map(lambda s: jnp.where(renews, 0, s), total)
-    return updates, DelayedNesterovState(state.count + 1, total, momentum)
+    return updates, DelayedNesterovState(state.arrived + 1, total, momentum)
 
   return optax.GradientTransformation(init, update)
