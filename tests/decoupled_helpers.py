@@ -1,5 +1,6 @@
 """A cluster in one thread: the pure cores of learners and syncers with a virtual clock, and a tiny model."""
 
+import copy
 import dataclasses
 
 import jax
@@ -53,6 +54,18 @@ def batch(learner, n):
 INNER = optax.adam(optax.linear_schedule(0.01, 0.05, 20))
 
 
+_MADE = {}
+
+
+def shared(kind, o, key, *args):
+  """Programs or a merger, compiled once for all tests whose options differ in the rules only."""
+  made = _MADE.setdefault((kind, key), None) or kind(o, *args)
+  _MADE[kind, key] = made
+  made = copy.copy(made)
+  made.options = o
+  return made
+
+
 class Cluster:
   """Learners with a fixed step time each; messages take no time. `speeds`: seconds an inner step of each learner.
 
@@ -63,8 +76,9 @@ class Cluster:
   def __init__(self, o, speeds=None, params=None, loss_fn=loss, optimizer=INNER, batches=batch):
     self.options, self.params, self.batches = o, start() if params is None else params, batches
     shapes = jax.eval_shape(lambda: self.params)
-    self.programs = Programs(o, shapes, loss_fn, optimizer)
-    self.merger = Merger(o, shapes, 0)
+    self.programs = shared(Programs, o, (o.fragments, repr(o.outer.codec), o.outer.feeds_back, loss_fn), shapes, loss_fn,
+                           optimizer)
+    self.merger = shared(Merger, o, (o.fragments, o.on_arrival, repr(o.outer), repr(o.aggregator), params is None), shapes, 0)
     self.now = 0.0
     self.syncers = [SyncerCore(o, self.merger, {}, self.params, s) for s in range(o.syncers)]
     self.speeds, self.next, self.learners, self.records = {}, {}, {}, []
@@ -101,7 +115,7 @@ class Cluster:
     self.deliver(m)
     core = self.learners[m]
     for c in core.offers():
-      c.payload = jax.device_get(c.payload)
+      c.payload, c.step_seconds = jax.device_get(c.payload), self.speeds[m]
       s = self.options.syncer_of(0 if self.options.on_arrival else self.options.fragment(c.t))
       self.syncers[s].offer(c, self.now)
       self.settle()

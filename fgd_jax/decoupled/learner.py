@@ -94,17 +94,15 @@ class LearnerCore:
     if saved is None:
       self._begin(fragments)
     else:
-      self._continue(saved)
-    versions = {str(p): t for p, t in self.version.items()}
-    self._did("join", versions, "fresh" if saved is None else saved["facts"]["cut"])
+      self._continue(saved, {p: t for p, (t, _) in fragments.items()})
+    self._did("join", {str(p): t for p, (t, _) in fragments.items()}, "fresh" if saved is None else saved["facts"]["cut"])
     if saved is not None:
       for p, (t, fragment) in fragments.items():
-        if t > self.version[p]:
-          self.receive(Arrived(p, t, fragment))
+        self.receive(Arrived(p, t, fragment))
 
   def _begin(self, fragments: Mapping[int, tuple[int, Tree]]) -> None:
     o = self.options
-    self._sent: dict[int, tuple[int, PyTree]] = {}  # inner step and earlier error of what is not answered yet
+    self._sent: dict[int, tuple[int, int, PyTree]] = {}  # what is not answered yet: its step, n, and the error before it
     self.w = self.programs.assemble({p: fragment for p, (_, fragment) in fragments.items()})
     self.opt = self.programs.fresh_optimizer(self.w, self.n)
     self.anchors = {p: self.programs.anchor(p, fragment) for p, (_, fragment) in fragments.items()}
@@ -140,7 +138,7 @@ class LearnerCore:
       self.anchors[p], self.version[p] = anchor, message.t
       self.steps[p] = self.tokens[p] = 0
       if p in self._sent:
-        self.lags = [*self.lags[-31:], self.n - self._sent.pop(p)[0]]
+        self.lags = [*self.lags[-31:], self.n - self._sent.pop(p)[1]]
       self._did("apply", message.t)
 
   def _opened(self, message: Opened) -> None:
@@ -170,16 +168,16 @@ class LearnerCore:
     assert channel.open is not None
     t, full = channel.open, self.n >= channel.due
     p = 0 if self.options.on_arrival else self.options.fragment(t)
-    payload = self.offer(p)
+    payload = self.offer(p, t)
     seq = self._did("offer", t)
     channel.answered, channel.due = t, self.n + channel.interval
     since = max(channel.taped, self.ops_from)
     return Contribution(self.learner, self.life, t, self.n, seq, self.steps[p], self.tokens[p], full, float("nan"), since,
                         self.ops[since - self.ops_from:], payload)
 
-  def offer(self, p: int) -> Tree:
-    """The payload of a contribution, which also moves the error feedback."""
-    self._sent[p] = self.n, self.errors[p]
+  def offer(self, p: int, t: int) -> Tree:
+    """The payload of a contribution to step t, which also moves the error feedback."""
+    self._sent[p] = t, self.n, self.errors[p]
     payload, self.errors[p] = self.programs.delta(p, self.w, self.anchors[p], self.errors[p], np.int32(self.learner),
                                                   np.int32(self.n))
     return payload
@@ -187,7 +185,7 @@ class LearnerCore:
   def retract(self, p: int, t: int) -> None:
     """Takes back a contribution that did not arrive."""
     if p in self._sent:
-      self.errors[p] = self._sent.pop(p)[1]
+      self.errors[p] = self._sent.pop(p)[2]
       self._did("retract", t)
 
   def waiting(self) -> bool:
@@ -224,20 +222,20 @@ class LearnerCore:
 
   def snapshot(self, cut: int) -> dict[str, Any]:
     """The state at this boundary on the host: {"arrays": pytree, "facts": what JSON can hold}, for `saved`."""
-    arrays = {"w": self.w, "opt": self.opt, "anchors": [self.anchors[p] for p in range(self.options.fragments)],
-              "errors": [self._sent[p][1] if p in self._sent else self.errors[p] for p in range(self.options.fragments)]}
-    facts = {"learner": self.learner, "life": self.life, "n": self.n,
-             "version": [self.version[p] for p in range(self.options.fragments)],
-             "steps": [self.steps[p] for p in range(self.options.fragments)],
-             "tokens": [self.tokens[p] for p in range(self.options.fragments)],
-             # What is under way is sent again by whoever continues from here.
-             "channels": [[self.n if c.open is not None and c.answered == c.open else c.due, c.interval]
-                          for c in self.channels.values()], "cut": cut}
+    every = range(self.options.fragments)
+    arrays = {"w": self.w, "opt": self.opt, "anchors": [self.anchors[p] for p in every],
+              "errors": [self.errors[p] for p in every],
+              "errors_before": [self._sent[p][2] if p in self._sent else self.errors[p] for p in every]}
+    facts = {"learner": self.learner, "life": self.life, "n": self.n, "version": [self.version[p] for p in every],
+             "steps": [self.steps[p] for p in every], "tokens": [self.tokens[p] for p in every],
+             "sent": {str(p): t for p, (t, _, _) in self._sent.items()},
+             "channels": [[c.due, c.interval] for c in self.channels.values()], "cut": cut}
     self._did("cut", cut)
     facts |= {"ops_from": self.ops_from, "ops": list(self.ops)}  # which no tape has, if the run continues from here
     return {"arrays": jax.device_get(arrays), "facts": facts}
 
-  def _continue(self, saved: Mapping[str, Any]) -> None:
+  def _continue(self, saved: Mapping[str, Any], there: Mapping[int, int]) -> None:
+    """From a snapshot; `there`: the syncers' versions, which tell whether what was under way is part of them."""
     arrays, facts = saved["arrays"], saved["facts"]
     self.n = facts["n"]
     self.w, self.opt = self.programs.place(arrays["w"], arrays["opt"])
@@ -246,3 +244,8 @@ class LearnerCore:
     self.version, self.steps, self.tokens = (dict(enumerate(facts[k])) for k in ("version", "steps", "tokens"))
     self._sent = {}
     self.channels = {s: Channel(due=due, interval=interval) for s, (due, interval) in enumerate(facts["channels"])}
+    for p, t in ((int(p), t) for p, t in facts["sent"].items()):
+      if there[p] < t:  # it never arrived: it is sent again
+        self.errors[p] = jax.tree.map(jnp.asarray, arrays["errors_before"][p])
+        channel = self.channels[self.options.syncer_of(p)]
+        channel.due = min(channel.due, self.n)

@@ -55,6 +55,8 @@ class Replay:
     self._cores: dict[tuple[int, int], LearnerCore] = {}
     self._done: dict[tuple[int, int], int] = {}
     self._cuts: dict[tuple[int, int], dict[str, Any]] = {}
+    self._wanted = {(c["learner"], c["life"], c["seq"]) for line in self._steps.values() for c in line["contributions"]}
+    self._payloads: dict[tuple[int, int, int], Tree] = {}
     self.compared: list[tuple[int, bool]] = []
 
   def play(self) -> list[tuple[int, bool]]:
@@ -83,15 +85,13 @@ class Replay:
 
   def _contribution(self, c: dict[str, Any]) -> dict[str, np.ndarray]:
     """Brings a learner to one of its contributions and returns that."""
-    payload = None
     life = (c["learner"], c["life"])
     while self._done.get(life, 0) <= c["seq"]:
-      payload = self._operate(life)
-    assert payload is not None
-    return jax.device_get(payload)
+      self._operate(life)
+    return jax.device_get(self._payloads.pop((*life, c["seq"])))
 
-  def _operate(self, life: tuple[int, int]) -> Tree | None:
-    """The next operation of a learner's life; what it sends, if that is a contribution."""
+  def _operate(self, life: tuple[int, int]) -> None:
+    """The next operation of a learner's life."""
     seq = self._done.get(life, 0)
     if seq not in self._ops[life]:
       raise ValueError(f"The tape lacks operation {seq} of learner {life[0]} in its life {life[1]}, so the run cannot be "
@@ -100,28 +100,25 @@ class Replay:
     self._done[life] = seq + 1
     if kind == "join":
       versions, start = what
-      saved, fragments = None, {}
-      if start == "fresh":
-        fragments = {int(p): self._global(int(p), t) for p, t in versions.items()}
-      else:
-        saved = self._cut_of(life, start)
-      self._cores[life] = LearnerCore(self._programs, *life, n, fragments, saved)
-      return None
+      fragments = {int(p): self._global(int(p), t) for p, t in versions.items()}
+      self._cores[life] = LearnerCore(self._programs, *life, n, fragments,
+                                      None if start == "fresh" else self._cut_of(life, start))
+      return
     core = self._cores[life]
     while core.n < n:
       core.step(self._batches(life[0])[core.n])
     if kind == "apply":
-      p = self._programs.options.fragment(what[0]) if not self._programs.options.on_arrival else 0
-      core.receive(Arrived(p, *self._global(p, what[0])))
+      core.receive(Arrived(self._fragment(what[0]), *self._global(self._fragment(what[0]), what[0])))
     elif kind == "offer":
-      return core.offer(self._fragment(what[0]))
+      payload = core.offer(self._fragment(what[0]), what[0])
+      if (*life, seq) in self._wanted:
+        self._payloads[*life, seq] = payload
     elif kind == "retract":
       core.retract(self._fragment(what[0]), what[0])
     elif kind == "reseed":
       core.receive(Reseed({int(p): self._global(int(p), t) for p, t in what[0].items()}))
     elif kind == "cut":
       self._cuts[life[0], what[0]] = core.snapshot(what[0])
-    return None
 
   def _fragment(self, t: int) -> int:
     return 0 if self._programs.options.on_arrival else self._programs.options.fragment(t)

@@ -288,6 +288,8 @@ class Run:
       if state is not None:
         learners[state["facts"]["learner"]] = state
     step = max(t for part in syncers for t in part["facts"]["version"].values())
+    if step == 0:  # nothing was merged yet: a new start is the same
+      return step
     self.cuts.save(step, syncers, learners)
     return step
 
@@ -372,7 +374,7 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
         run.loop()
       except KeyboardInterrupt:
         logging.info("Interrupted at step %d; saving a checkpoint ...", run.step)
-        logging.info("Saved the checkpoint of step %d.", run.save())
+        logging.info("The checkpoint of step %d is saved.", run.save())
         raise
       run.save()
       return summarise(run)

@@ -334,7 +334,8 @@ class SyncerCore:
     self.theta, self.outer, self.epoch = dict(theta), dict(outer), epoch
     self.version = {int(p): int(t) for p, t in facts["version"].items()}
     self.trained = facts["trained"]
-    self.members = {int(m): Member(heard=now, ops_next=x["taped"], **x) for m, x in facts["members"].items()}
+    self.members = {int(m): Member(heard=now, reach=True, trains=True, ops_next=x["taped"], **x)
+                    for m, x in facts["members"].items()}
     last = max(self.version.values())
     self._open(last + self.options.syncers if last else self.index + 1, now)
 
