@@ -78,7 +78,7 @@ class Cluster:
     shapes = jax.eval_shape(lambda: self.params)
     self.programs = shared(Programs, o, (o.fragments, repr(o.outer.codec), o.outer.feeds_back, loss_fn), shapes, loss_fn,
                            optimizer)
-    self.merger = shared(Merger, o, (o.fragments, o.on_arrival, repr(o.outer), repr(o.aggregator), params is None), shapes, 0)
+    self.merger = shared(Merger, o, (o.fragments, o.on_arrival, repr(o.outer), repr(o.aggregator), loss_fn), shapes, 0)
     self.now = 0.0
     self.syncers = [SyncerCore(o, self.merger, {}, self.params, s) for s in range(o.syncers)]
     self.speeds, self.next, self.learners, self.records = {}, {}, {}, []

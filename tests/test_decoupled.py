@@ -136,7 +136,7 @@ def sizes(fragments):
 
 def test_balanced_fragments_are_within_four_thirds_of_the_best_partition():
   draw = np.random.default_rng(0)
-  for trial in range(20):
+  for _ in range(20):
     tree = {f"layers_{i}": {"kernel": np.zeros(int(draw.integers(1, 40)))} for i in range(7)}
     tree["embed"] = {"embedding": np.zeros(100)}
     got = sizes(make_fragments(4, "balanced", tree))
@@ -211,8 +211,9 @@ def test_without_grace_a_quorum_of_one_merges_each_contribution_by_itself(x64):
   cluster = Cluster(options(**{**ASYNC, "grace": 0.0}), speeds=[1.0, 1.0, 5.0])
   cluster.run(60)
   assert all(len(r["contributions"]) == 1 and r["grace_seconds"] == 0 for r in cluster.records)
-  # After the first cycle of 4 inner steps every learner contributes once an inner step of its own.
-  assert [len(steps_by(cluster, m)) for m in range(3)] == [60 - 4, 60 - 4, 12 - 4]
+  # After the first cycle of 4 inner steps the fast ones contribute once an inner step. The slow one never has news: every
+  # fragment is merged 2 to 3 times in one of its inner steps, and what arrives takes the place of what it did.
+  assert [len(steps_by(cluster, m)) for m in range(3)] == [60 - 4, 60 - 4, 0]
 
 
 def test_a_silent_learner_is_not_waited_for_and_gets_everything_when_it_is_back(x64):

@@ -282,7 +282,7 @@ class Learner:
         if not np.isfinite(self.loss) and not self.heals:
           core.sick = True
       pending = loss
-      due = max(due + self.pace, time.monotonic())
+      due = max(due + self.pace, time.monotonic() - self.pace)  # makes up for one late step, not for a pause
       if self.pace and due > time.monotonic():
         time.sleep(due - time.monotonic())
       seconds = time.monotonic() - began

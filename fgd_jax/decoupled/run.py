@@ -175,6 +175,15 @@ class Run:
 
   # --- the loop ------------------------------------------------------------------------------------------------------
 
+  @property
+  def tokens(self) -> int:
+    """That all learners have trained on, as of the last step that was written."""
+    return self._tokens
+
+  def statuses(self) -> list[dict[str, Any]]:
+    """What each learner last said of itself, see `actors.Learner.status`; empty before it first did."""
+    return [watched.last for watched in self._watched_learners]
+
   def loop(self) -> None:
     """Until the last step.
 
@@ -215,7 +224,7 @@ class Run:
       self._loss = line["train_loss"]
       if self._due(step, self.config.eval_every) and self.config.eval_every or step == self.options.steps:
         if self._evaluation is None:
-          self._evaluation = step, self._pool.submit(self._evaluate_now)
+          self._evaluation = step, self._pool.submit(self.evaluate)
         if not self._evaluation[1].done():
           return
         line |= self._evaluation[1].result()
@@ -249,7 +258,8 @@ class Run:
       found |= {p: ray.get(ref) for p, (_, (ref,)) in part.items()}
     return self._programs.assemble(found)
 
-  def _evaluate_now(self) -> dict[str, Any]:
+  def evaluate(self) -> dict[str, float]:
+    """eval_loss and eval_perplexity of the global parameters on the held-out batches."""
     while True:
       try:
         loss = float(self._evaluate(self.global_parameters()))
