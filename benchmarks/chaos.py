@@ -4,7 +4,7 @@
 
 Each learner of Decoupled DiLoCo is killed (SIGKILL) at the events of a Poisson process of its own and started again by Ray.
 Learners are paced, so that a core shared with others does not decide; --pace=0 lets them run as fast as they can. Goodput is
-the rate of inner steps over that of the undisturbed run; the prediction is that of fgd_jax.netsim for such failures, with
+the rate of inner steps over that of the undisturbed run; the prediction is that of fgd_jax.netsim for as many failures, with
 the recovery time that was measured. Uptime is the share of the time in which at least one learner advanced.
 """
 
@@ -103,7 +103,9 @@ def main() -> None:
   for result in (chaos, calm):
     result["step_rate"] = result["inner_steps"] / result["seconds"] / args.learners
   chaos["goodput"], calm["goodput"] = chaos["step_rate"] / calm["step_rate"], 1.0
-  model = ChipFailures(mean_time=args.mean_time, restart=chaos["recovery_seconds"])
+  # For the failures that there were: few of them are not their expectation.
+  mean_time = args.learners * chaos["seconds"] / max(chaos["kills"], 1)
+  model = ChipFailures(mean_time=mean_time, restart=chaos["recovery_seconds"])
   predicted = simulate_goodput(args.learners, args.learners, model, elastic=False, seconds=200 * seconds, seed=args.seed)
   chaos["predicted_goodput"], calm["predicted_goodput"] = predicted.goodput, 1.0
   chaos["predicted_uptime"], calm["predicted_uptime"] = predicted.uptime, 1.0

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from fgd_jax import train as trainer
 from fgd_jax.decoupled.options import check
 from fgd_jax.default_config import get_config
-from fgd_jax.train import claimed
 
 run = pytest.importorskip("fgd_jax.decoupled.run", reason="needs ray")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -90,7 +90,7 @@ class Live:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
   workdir = str(tmp_path_factory.mktemp("failures") / "run")
-  with claimed(workdir):
+  with trainer.claimed(workdir):
     made = Live(workdir)
     yield made
     made.run.close()
@@ -178,7 +178,7 @@ def finish(process, seconds=200):
   return process.returncode, out, err
 
 
-def test_the_command_equals_train_is_interrupted_resumed_with_more_learners_and_replayed(tmp_path):
+def test_the_command_equals_train_is_interrupted_resumed_with_more_learners_and_replayed(x64, tmp_path):
   workdir = str(tmp_path / "decoupled")
   process = start("fgd_jax.decoupled", EXACT, workdir)
   path = os.path.join(workdir, "metrics.jsonl")
@@ -190,13 +190,11 @@ def test_the_command_equals_train_is_interrupted_resumed_with_more_learners_and_
   code, _, err = finish(process)
   assert code == 130 and "the same command continues" in err and "Traceback" not in err, err
   assert glob.glob(os.path.join(workdir, "checkpoints", "*"))
-  code, out, err = finish(start("fgd_jax.decoupled", EXACT, workdir, "--json"))
-  assert code == 0 and "Resuming at step" in err and json.loads(out)["steps"] == 6, err
-  spmd = EXACT.replace("learners=2,quorum=2,steps=6", "workers=2,rounds=6").replace(",decoupled.overlap=0", "") \
-      .replace(",decoupled.merge=mean", "").replace(",decoupled.fragments=1", ",method=diloco")
-  code, _, err = finish(start("fgd_jax.train", spmd, str(tmp_path / "train")))
-  assert code == 0, err
+  process = start("fgd_jax.decoupled", EXACT, workdir, "--json")
+  trainer.train(get_config(f"{EXACT},workers=2,rounds=6,method=diloco"), str(tmp_path / "train"))
   want = [r["eval_loss"] for r in lines(tmp_path / "train" / "metrics.jsonl")]
+  code, out, err = finish(process)
+  assert code == 0 and "Resuming at step" in err and json.loads(out)["steps"] == 6, err
   assert [r["round"] for r in lines(path)] == list(range(1, 7))
   got = lines(path)[-1]["eval_loss"]
   assert got == pytest.approx(want[-1], abs=1e-10) and abs(want[-1] - want[0]) > 1e-3
@@ -206,13 +204,14 @@ def test_the_command_equals_train_is_interrupted_resumed_with_more_learners_and_
   assert code == 0 and json.loads(out)["steps"] == 9 and "learner 2: joined" in err, err
   code, out, err = finish(start("fgd_jax.decoupled", *longer, "--replay"))
   assert code == 0 and json.loads(out) == {"steps": 9, "equal": 9, "first_difference": None}, err
-  code, _, err = finish(start("fgd_jax.decoupled", EXACT, workdir, "--config.inner.lr=0.1"))
-  assert code == 2 and "inner.lr=0.1 contradicts the run" in err and "Traceback" not in err, err
+  with pytest.raises(ValueError, match="inner.lr=0.1 contradicts the run"):
+    run.recognise(get_config(f"{EXACT},inner.lr=0.1"), workdir)
 
 
 def test_bad_starts_end_in_a_sentence(tmp_path):
-  processes = {name: start("fgd_jax.decoupled", TINY, str(tmp_path / name), *options) for name, options in {
-      "quorum": ["--config.quorum=9"], "address": ["--ray-address=127.0.0.1:1"], "replay": ["--replay"]}.items()}
+  options = {"quorum": "--config.quorum=9", "address": "--ray-address=127.0.0.1:1", "replay": "--replay"}
+  arg = f"{TINY},inner_steps=4"
+  processes = {name: start("fgd_jax.decoupled", arg, str(tmp_path / name), option) for name, option in options.items()}
   words = {"quorum": "quorum=9 exceeds learners=4", "address": "nothing answers there", "replay": "holds no run to replay"}
   for name, process in processes.items():
     code, _, err = finish(process, 100)

@@ -245,7 +245,8 @@ class Learner:
         self._life(programs, train)
     except Exception as e:
       logging.error("%s", traceback.format_exc())
-      self.failure = " ".join(f"{type(e).__name__}: {e}".split())[:500]
+      self.failure = " ".join((str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}").split())[:500]
+      self.stopped = True  # nothing more is heard from it, so that nobody waits for it
 
   def _life(self, programs: Programs, train: Any) -> None:
     """From joining to the end, or until the syncer says that this life is over."""

@@ -101,6 +101,7 @@ class Run:
     self.options = make_options(config, shards)
     self.cuts = Cuts(os.path.join(self.workdir, "checkpoints"), config.checkpoint_keep, config, self.options.shards)
     write_config(config, self.workdir)
+    os.makedirs(os.path.join(self.workdir, "syncer"), exist_ok=True)
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own; a preempted job saves its state
