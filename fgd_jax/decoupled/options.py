@@ -26,7 +26,6 @@ POLICIES = ("decoupled", "delayed_nesterov", "async_mean")
 FREE_KEYS = ("learners", "quorum", "rounds", "eval_every", "measure_every", "decoupled.grace", "decoupled.grace_cap",
              "decoupled.silent_after", "decoupled.pace", "decoupled.resources", "decoupled.dylu", "checkpoint_every",
              "checkpoint_keep", "allow_cpu", "cpu_devices", "profile")
-CPU_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 DYLU_LEAST = 5  # inner steps of a learner, however slow (arXiv 2401.09135)
 
 
@@ -206,9 +205,10 @@ def environment(config: ConfigDict, platforms: str) -> dict[str, str]:
     platforms: JAX_PLATFORMS; "" for jax's own choice.
   """
   devices = config.mesh.fsdp * config.mesh.tensor
-  flags = CPU_FLAGS + (f" --xla_force_host_platform_device_count={devices}" if devices > 1 else "")
+  flags = "--xla_cpu_multi_thread_eigen=false" + (
+      f" --xla_force_host_platform_device_count={devices}" if devices > 1 else "")
   precision = {k: os.environ[k] for k in ("JAX_ENABLE_X64",) if k in os.environ}
-  return {"JAX_PLATFORMS": platforms, "XLA_FLAGS": flags, "OMP_NUM_THREADS": "1", **precision}
+  return {"JAX_PLATFORMS": platforms, "XLA_FLAGS": flags, "NPROC": "1", "OMP_NUM_THREADS": "1", **precision}
 
 
 def fingerprint(config: ConfigDict) -> dict[str, Any]:
