@@ -178,19 +178,26 @@ def finish(process, seconds=200):
   return process.returncode, out, err
 
 
-def test_the_command_equals_train_is_interrupted_resumed_with_more_learners_and_replayed(x64, tmp_path):
-  workdir = str(tmp_path / "decoupled")
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+  """The folder of a run that SIGTERM has stopped after some steps."""
+  workdir = str(tmp_path_factory.mktemp("command") / "run")
   process = start("fgd_jax.decoupled", EXACT, workdir)
   path = os.path.join(workdir, "metrics.jsonl")
   end = time.monotonic() + 120
   while not (os.path.exists(path) and len(lines(path)) >= 2):
     assert process.poll() is None and time.monotonic() < end, finish(process)[2]
     time.sleep(0.1)
-  process.send_signal(signal.SIGINT)
+  process.send_signal(signal.SIGTERM)  # as a preempted job gets it; Ctrl-C is the same
   code, _, err = finish(process)
   assert code == 130 and "the same command continues" in err and "Traceback" not in err, err
   assert glob.glob(os.path.join(workdir, "checkpoints", "*"))
-  process = start("fgd_jax.decoupled", EXACT, workdir, "--json")
+  return workdir
+
+
+def test_an_interrupted_run_is_resumed_and_equals_train(x64, interrupted, tmp_path):
+  path = os.path.join(interrupted, "metrics.jsonl")
+  process = start("fgd_jax.decoupled", EXACT, interrupted, "--json")
   trainer.train(get_config(f"{EXACT},workers=2,rounds=6,method=diloco"), str(tmp_path / "train"))
   want = [r["eval_loss"] for r in lines(tmp_path / "train" / "metrics.jsonl")]
   code, out, err = finish(process)
@@ -198,14 +205,16 @@ def test_the_command_equals_train_is_interrupted_resumed_with_more_learners_and_
   assert [r["round"] for r in lines(path)] == list(range(1, 7))
   got = lines(path)[-1]["eval_loss"]
   assert got == pytest.approx(want[-1], abs=1e-10) and abs(want[-1] - want[0]) > 1e-3
+  with pytest.raises(ValueError, match="inner.lr=0.1 contradicts the run"):
+    run.recognise(get_config(f"{EXACT},inner.lr=0.1"), interrupted)
 
-  longer = (EXACT, workdir, "--config.steps=9", "--config.learners=3", "--config.quorum=3", "--json")
+
+def test_a_run_is_resumed_with_more_learners_and_replayed_bit_for_bit(interrupted):
+  longer = (EXACT, interrupted, "--config.steps=9", "--config.learners=3", "--config.quorum=3", "--json")
   code, out, err = finish(start("fgd_jax.decoupled", *longer))
   assert code == 0 and json.loads(out)["steps"] == 9 and "learner 2: joined" in err, err
   code, out, err = finish(start("fgd_jax.decoupled", *longer, "--replay"))
   assert code == 0 and json.loads(out) == {"steps": 9, "equal": 9, "first_difference": None}, err
-  with pytest.raises(ValueError, match="inner.lr=0.1 contradicts the run"):
-    run.recognise(get_config(f"{EXACT},inner.lr=0.1"), workdir)
 
 
 def test_bad_starts_end_in_a_sentence(tmp_path):

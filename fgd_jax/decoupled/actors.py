@@ -28,7 +28,7 @@ from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
 from fgd_jax.decoupled.merging import Merger
 from fgd_jax.decoupled.options import fingerprint, make_options
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
-from fgd_jax.decoupled.store import Store, read_tape
+from fgd_jax.decoupled.store import TAPE, Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
 
 POLL_SECONDS = 0.5  # how long a poll without news may take
@@ -64,8 +64,11 @@ class Syncer:
     self.about = {"vocab_size": vocab_size, "shards": shards}
     self.lock = threading.Condition()
     self.refs = {p: (self.core.version[p], ray.put(merger.outgoing(p, self.core.theta[p]))) for p in self.core.owned}
-    self.records = [line for line in read_tape(os.path.join(self.folder, "tape.jsonl")) if "step" in line]
-    self.events: list[dict[str, Any]] = []
+    # Both grow over restarts, so that a reader's place in them stays what it is.
+    lines = list(read_tape(os.path.join(self.folder, TAPE)))
+    self.records = [line for line in lines if "step" in line]
+    self.events = [line for line in lines if "event" in line]
+    self.numbers: dict[str, int] = {}  # of learners, by the identity of their actor, which outlives restarts
     self.cut_number = 0  # of the newest checkpoint that this syncer is part of
     self.cut_state: dict[str, Any] = {}
     self.stopped = False
@@ -83,6 +86,7 @@ class Syncer:
 
   def _work(self) -> None:
     """Closes, merges and commits steps; the computation is outside the lock, so that polls are answered meanwhile."""
+    writing = 0.0
     while not self.stopped:
       with self.lock:
         ready, wake = self.core.due(CLOCK())
@@ -94,11 +98,12 @@ class Syncer:
       began = time.monotonic()
       result = self.core.compute(closed)
       with self.lock:
-        seconds = time.monotonic() - began
-        record = self.core.commit(closed, result, CLOCK(), seconds)
+        done = time.monotonic()
+        record = self.core.commit(closed, result, CLOCK(), done - began + writing)  # the writing of the step before
         p = closed.p
         self.store.append(record)
         self.store.save(p, self.core.theta[p], self.core.outer[p], self.core.facts())
+        writing = time.monotonic() - done
         self.refs[p] = (closed.t, ray.put(self.core.merger.outgoing(p, self.core.theta[p])))
         self.records.append(record)
         self._write_events()
@@ -112,10 +117,11 @@ class Syncer:
 
   # --- learners ------------------------------------------------------------------------------------------------------
 
-  def join(self, learner: int | None, keys: Mapping[str, Any]) -> dict[str, Any]:
+  def join(self, learner: int | None, actor: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """A learner begins; see `SyncerCore.join`. Returns its number, life, inner step and all fragments."""
     with self.lock:
-      number, life, n = self.core.join(learner, keys, CLOCK())
+      number, life, n = self.core.join(self.numbers.get(actor, learner), keys, CLOCK())
+      self.numbers[actor] = number
       self._write_events()
       return {"learner": number, "life": life, "n": n, "cut": self.cut_number,
               "fragments": {p: (t, [ref]) for p, (t, ref) in self.refs.items()}}
@@ -170,8 +176,7 @@ class Syncer:
   def news(self, steps: int, events: int) -> dict[str, Any]:
     """Records after the first `steps` of this syncer, events after the first `events`."""
     with self.lock:
-      return {"records": self.records[steps:], "events": self.events[events:], "epoch": self.core.epoch,
-              "pid": os.getpid()}
+      return {"records": self.records[steps:], "events": self.events[events:], "pid": os.getpid()}
 
   def data(self) -> dict[str, int]:
     """What a learner that joins late has to know of the run's data: vocab_size and shards."""
@@ -251,7 +256,12 @@ class Learner:
   def _life(self, programs: Programs, train: Any) -> None:
     """From joining to the end, or until the syncer says that this life is over."""
     life, n, fragments = self._join()
-    saved = self.given.get(timeout=CALL_SECONDS) if life == self.resumes else None
+    saved = None
+    if life == self.resumes:
+      try:
+        saved = self.given.get(timeout=CALL_SECONDS)
+      except queue.Empty:
+        logging.warning("The checkpoint's state did not arrive; starting from the global parameters.")
     core = LearnerCore(programs, self.number, life, n, fragments, saved)  # type: ignore[arg-type]
     batches = data.worker_batches(train, core.learner, self.options.shards, self.config.batch_size, self.config.seed)
     core.warm(batches[core.n])
@@ -318,12 +328,12 @@ class Learner:
 
   def _join(self) -> tuple[int, int, dict[int, Any]]:
     """Joins all syncers, however long that takes; their word on number, life and inner step is the first syncer's."""
-    keys, first = fingerprint(self.config), None
+    keys, actor, first = fingerprint(self.config), ray.get_runtime_context().get_actor_id(), None
     fragments: dict[int, Any] = {}
     for syncer in self.syncers:
       while True:
         try:
-          reply: Any = ray.get(syncer.join.remote(self.number, keys), timeout=CALL_SECONDS)
+          reply: Any = ray.get(syncer.join.remote(self.number, actor, keys), timeout=CALL_SECONDS)
           fragments |= {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply["fragments"].items()}
           break
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):

@@ -30,7 +30,7 @@ from fgd_jax.decoupled.learner import LearnerCore
 from fgd_jax.decoupled.merging import Merger
 from fgd_jax.decoupled.options import FREE_KEYS, Options, check, make_options
 from fgd_jax.decoupled.programs import Programs, make_model
-from fgd_jax.decoupled.store import TAPE, Store, cut_tape
+from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import SyncerCore
 from fgd_jax.runlog import RunLog, read_lines
 from fgd_jax.train import NonFiniteError, claimed, read_json, write_config, write_json
@@ -104,14 +104,15 @@ class Run:
     os.makedirs(os.path.join(self.workdir, "syncer"), exist_ok=True)
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own; a preempted job saves its state
+    tapes = [os.path.join(self.workdir, "syncer", str(s), TAPE) for s in range(self.options.syncers)]
+    old = [sum("event" in line for line in read_tape(tape)) for tape in tapes]  # events that events.jsonl has
     self.syncers = cluster.start_syncers(config, self.options, corpus.vocab_size, self.workdir)
     self.learners: list[Any] = []
     self._unused = dict(saved)  # states whose learner does not train yet
     self._watched_learners: list[Watched] = []
     for m in range(self.options.learners):
       self.add_learner(m, saved.get(m))
-    self._known = [[0, 0] for _ in self.syncers]  # records and events that were read
+    self._known = [[0, count] for count in old]  # records and events that were read
     ask = lambda s: lambda handle: handle.news.remote(*self._known[s])
     self._watched_syncers = [Watched(f"syncer {s}", handle, ask(s)) for s, handle in enumerate(self.syncers)]
     lines = [r for r in read_lines(os.path.join(self.workdir, "metrics.jsonl")) if r["round"] <= start]
@@ -205,7 +206,7 @@ class Run:
           if record["step"] > self.step:
             self._lines[record["step"]] = record
         self._known[s][0] += len(news["records"])
-        self._known[s][1] = self._known[s][1] + len(news["events"])
+        self._known[s][1] += len(news["events"])
     for watched in self._watched_learners:
       before = watched.last.get("failure")
       status = watched.look(self.note)
@@ -378,6 +379,7 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
                    "another --workdir.", workdir, summary["steps"], summary["eval_loss"])
       return summary
     run = Run(config, workdir, address, platforms)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own; a preempted job saves its state
     try:
       logging.info("%s parameters, %d learners, quorum %d, %d fragments, %d syncer steps (unigram loss %.3f).",
                    f"{run.parameters:,}", options.learners, options.quorum, options.fragments, options.steps, run.unigram)
