@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -90,14 +89,13 @@ def _unreadable(folder: Any, step: int, error: Exception) -> str:
           "another --workdir.")
 
 
-def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str, keys: Sequence[str] = FREE_KEYS,
-                        length: str = "rounds") -> None:
+def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str) -> None:
   """Raises ConfigMismatchError for the first key in which `config` contradicts the saved keys.
 
-  `keys` may change, and `length` where the learning rate does not depend on it (inner.schedule=constant). A key that is
-  newer than the saved run counts as having had its default there.
+  `rounds` may change where the learning rate does not depend on it (inner.schedule=constant). A key that is newer than
+  the saved run counts as having had its default there.
   """
-  free = (*keys, *((length,) if config.inner.schedule == "constant" else ()))
+  free = FREE_KEYS + (("rounds",) if config.inner.schedule == "constant" else ())
   now, defaults = flat(config), flat(default())
   for key in sorted(set(now) | set(saved)):
     if key not in free and now.get(key) != saved.get(key, defaults.get(key)):

@@ -44,38 +44,19 @@ def round_batches(train: Any, workers: int, inner_steps: int, batch_size: int, s
       f"workers={workers} leaves a worker {sequences // workers} of {sequences} training sequences, fewer than "
       f"batch_size={batch_size}; use fewer workers, a smaller batch_size or seq_len, or more text"
     )
-  orders = [_order(sequences, worker, workers, seed).batch(inner_steps * batch_size) for worker in range(workers)]
+  orders = [
+    grain.MapDataset.range(worker, sequences, workers)
+    .shuffle(seed=worker_seed(seed, worker))
+    .repeat()
+    .batch(inner_steps * batch_size)
+    for worker in range(workers)
+  ]
 
   def assemble(ids_M: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
     tokens = gather(train, np.concatenate(ids_M))
     return {"tokens": tokens.reshape(workers, inner_steps, batch_size, -1)}
 
   return grain.experimental.ZipMapDataset(orders).map(assemble)
-
-
-def _order(sequences: int, worker: int, workers: int, seed: int) -> grain.MapDataset:
-  """Indices of the sequences that one worker reads, epoch after epoch."""
-  return grain.MapDataset.range(worker % workers, sequences, workers).shuffle(seed=worker_seed(seed, worker)).repeat()
-
-
-def worker_batches(train: Any, worker: int, workers: int, batch_size: int, seed: int) -> grain.MapDataset:
-  """The batches of one worker alone, by inner step: element n is what `round_batches` gives it in inner step n.
-
-  A worker beyond the first `workers` (a learner that joined late) reads the share of worker - workers, in an order of its
-  own.
-
-  Returns:
-    A practically endless MapDataset of {"tokens": int32 [B, seq_len + 1]}.
-
-  Raises:
-    ValueError: a share smaller than one batch.
-  """
-  if len(train) // workers < batch_size:
-    raise ValueError(
-      f"{workers} shares leave a worker {len(train) // workers} of {len(train)} training sequences, fewer than "
-      f"batch_size={batch_size}; use fewer workers, a smaller batch_size or seq_len, or more text"
-    )
-  return _order(len(train), worker, workers, seed).batch(batch_size).map(lambda ids: {"tokens": gather(train, ids)})
 
 
 def heldout_batches(heldout: Any, batch_size: int, batches: int) -> dict[str, np.ndarray]:

@@ -18,9 +18,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
-from fgd_jax.checkpoint import ConfigMismatchError, refuse_other_config
+from fgd_jax.checkpoint import ConfigMismatchError
 from fgd_jax.config import flat
-from fgd_jax.decoupled.options import FREE_KEYS
+from fgd_jax.decoupled.options import refuse_other_run
 
 PyTree = Any
 
@@ -83,7 +83,7 @@ class Cuts:
     try:
       saved = self._manager.restore(step, args=ocp.args.Composite(
           config=ocp.args.JsonRestore(), facts=ocp.args.JsonRestore(), state=ocp.args.StandardRestore()))
-      refuse_other_config(self._config, saved["config"], f"the checkpoint of step {step}", FREE_KEYS, "steps")
+      refuse_other_run(self._config, saved["config"], f"the checkpoint of step {step}")
       facts, arrays = saved["facts"], saved["state"]
       made = []
       for i, like in enumerate(syncers):

@@ -14,6 +14,7 @@ import optax
 from ml_collections import ConfigDict
 
 from fgd_jax import config as configs
+from fgd_jax.checkpoint import refuse_other_config
 from fgd_jax.default_config import get_config as default
 from fgd_jax.methods.base import Outer
 from fgd_jax.mixing.fragments import check_fragments
@@ -215,6 +216,19 @@ def fingerprint(config: ConfigDict) -> dict[str, Any]:
   """The keys that a learner and the syncer must agree on."""
   unused = ("method.", "overlap.", "worker")
   return {key: value for key, value in configs.flat(config).items() if key not in FREE_KEYS and not key.startswith(unused)}
+
+
+def refuse_other_run(config: ConfigDict, saved: Mapping[str, Any], where: str) -> None:
+  """Raises checkpoint.ConfigMismatchError for the first key in which a config contradicts the saved keys of its run.
+
+  FREE_KEYS may change, and `steps` where the learning rate does not depend on it (inner.schedule=constant).
+  """
+  alike = config.copy_and_resolve_references()
+  for key in (*FREE_KEYS, *(("steps",) if config.inner.schedule == "constant" else ())):
+    section, _, leaf = key.rpartition(".")
+    if key in saved:
+      (alike[section] if section else alike)[leaf] = saved[key]
+  refuse_other_config(alike, dict(saved), where)
 
 
 def digest(keys: Mapping[str, Any]) -> str:

@@ -16,10 +16,9 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from fgd_jax import data
-from fgd_jax.checkpoint import refuse_other_config
 from fgd_jax.decoupled.learner import Arrived, LearnerCore, Reseed
 from fgd_jax.decoupled.merging import Merger, Tree
-from fgd_jax.decoupled.options import FREE_KEYS, check, make_options
+from fgd_jax.decoupled.options import check, make_options, refuse_other_run
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, read_tape
 from fgd_jax.decoupled.syncer import checksum, weights_of
@@ -146,7 +145,7 @@ def replay(config: ConfigDict, workdir: str) -> dict[str, Any]:
   check(config)
   if not os.path.exists(os.path.join(workdir, "config.json")):
     raise ValueError(f"--workdir={workdir} holds no run to replay.")
-  refuse_other_config(config, read_json(os.path.join(workdir, "config.json")), f"the run in {workdir}", FREE_KEYS, "steps")
+  refuse_other_run(config, read_json(os.path.join(workdir, "config.json")), f"the run in {workdir}")
   lines = [line for s in range(config.decoupled.syncers)
            for line in read_tape(os.path.join(workdir, "syncer", str(s), TAPE))]
   steps = [line for line in lines if "step" in line]

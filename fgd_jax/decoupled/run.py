@@ -23,12 +23,11 @@ from tqdm import tqdm
 
 from fgd_jax import config as configs
 from fgd_jax import data, models
-from fgd_jax.checkpoint import refuse_other_config
 from fgd_jax.decoupled import cluster
 from fgd_jax.decoupled.cuts import Cuts
 from fgd_jax.decoupled.learner import LearnerCore
 from fgd_jax.decoupled.merging import Merger
-from fgd_jax.decoupled.options import FREE_KEYS, Options, check, make_options
+from fgd_jax.decoupled.options import Options, check, make_options, refuse_other_run
 from fgd_jax.decoupled.programs import Programs, make_model
 from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import SyncerCore
@@ -435,7 +434,7 @@ def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     return None
   if not os.path.isdir(os.path.join(workdir, "syncer")):
     raise ValueError(f"--workdir={workdir} holds a run of fgd_jax.train; choose another folder.")
-  refuse_other_config(config, read_json(path), f"the run in {workdir}", FREE_KEYS, "steps")
+  refuse_other_run(config, read_json(path), f"the run in {workdir}")
   read_lines(os.path.join(workdir, "metrics.jsonl"))  # refuses damaged records before they are rewritten
   finished = os.path.join(workdir, "summary.json")
   if not os.path.exists(finished):
