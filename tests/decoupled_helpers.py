@@ -116,8 +116,9 @@ class Cluster:
     core = self.learners[m]
     for c in core.offers():
       c.payload, c.step_seconds = jax.device_get(c.payload), self.speeds[m]
-      s = self.options.syncer_of(0 if self.options.on_arrival else self.options.fragment(c.t))
-      self.syncers[s].offer(c, self.now)
+      p = 0 if self.options.on_arrival else self.options.fragment(c.t)
+      if self.syncers[self.options.syncer_of(p)].offer(c, self.now) == "late":
+        core.retract(p, c.t)
       self.settle()
 
   def settle(self):

@@ -310,6 +310,8 @@ class Learner:
           self._take_part(core, message[1])
         elif isinstance(message, tuple) and message[0] == "taped":
           core.taped(*message[1:])
+        elif isinstance(message, tuple) and message[0] == "late":
+          core.retract(*message[1:])
         else:
           core.receive(message)
           if isinstance(message, Reseed):
@@ -393,12 +395,15 @@ class Learner:
     c.payload = jax.device_get(c.payload)
     c.loss, c.step_seconds, c.transfer = self.loss, self.step_seconds, self.transfer
     began = time.monotonic()
-    s = self.options.syncer_of(0 if self.options.on_arrival else self.options.fragment(c.t))
+    p = 0 if self.options.on_arrival else self.options.fragment(c.t)
+    s, inbox = self.options.syncer_of(p), self.inbox
     try:
       answer: Any = ray.get(self.syncers[s].offer.remote(c, cut), timeout=CALL_SECONDS)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
       answer = "lost"
     self.answers[answer] = self.answers.get(answer, 0) + 1
+    if answer == "late" and self.core is core:
+      inbox.put(("late", p, c.t))
     seconds = time.monotonic() - began
     self.transfer = 0.8 * self.transfer + 0.2 * seconds if self.transfer else seconds
 

@@ -7,7 +7,7 @@ which travels with its contributions to the tape (see `tape`):
     ["join", n, {fragment: version}, start]   it began, from the global parameters ("fresh") or a checkpoint (its number)
     ["apply", n, t]                           the fragment of step t was blended in
     ["offer", n, t]                           it contributed to step t
-    ["retract", n, t]                         the syncer lost what it had contributed to step t
+    ["retract", n, t]                         what it had contributed to step t came too late, or was lost
     ["reseed", n, {fragment: version}]        it took all global parameters and a fresh inner optimizer state
     ["cut", n, number]                        its state at this boundary went into a checkpoint
 """
@@ -125,7 +125,10 @@ class LearnerCore:
     if isinstance(message, Opened):
       self._opened(message)
     elif isinstance(message, Reseed):
+      before = self.channels
       self._begin(message.fragments)
+      for s, c in before.items():  # what it knows of the syncers stays
+        self.channels[s] = dataclasses.replace(c, due=self.channels[s].due, answered=None)
       self.sick = False
       self._did("reseed", {str(p): t for p, t in self.version.items()})
     elif message.t > self.version[message.p]:
@@ -173,7 +176,7 @@ class LearnerCore:
     channel.answered, channel.due = t, self.n + channel.interval
     since = max(channel.taped, self.ops_from)
     return Contribution(self.learner, self.life, t, self.n, seq, self.steps[p], self.tokens[p], full, float("nan"), since,
-                        self.ops[since - self.ops_from:], payload)
+                        self.ops[since - self.ops_from:], payload, lag=self.lags[-1] if self.lags else None)
 
   def offer(self, p: int, t: int) -> Tree:
     """The payload of a contribution to step t, which also moves the error feedback."""
@@ -183,8 +186,8 @@ class LearnerCore:
     return payload
 
   def retract(self, p: int, t: int) -> None:
-    """Takes back a contribution that did not arrive."""
-    if p in self._sent:
+    """Takes back a contribution that did not count: it came too late, or was lost with the syncer."""
+    if p in self._sent and self._sent[p][0] == t:
       self.errors[p] = self._sent.pop(p)[2]
       self._did("retract", t)
 

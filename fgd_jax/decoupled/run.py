@@ -336,8 +336,10 @@ def metrics(record: dict[str, Any], loss: float) -> dict[str, Any]:
   losses = [c["loss"] for c in record["contributions"] if c["loss"] is not None and math.isfinite(c["loss"])]
   kept = ("fragment", "learners", "quorum_seconds", "grace_seconds", "sync_seconds", "outer_gradient_norm", "bytes_received",
           "tokens")
+  lags = [c["lag"] for c in record["contributions"] if c["lag"] is not None]
   return {"round": record["step"], "step": max(record["inner_steps"].values()), **{k: record[k] for k in kept},
-          "contributions": len(record["contributions"]), "train_loss": float(np.mean(losses)) if losses else loss}
+          "contributions": len(record["contributions"]), "train_loss": float(np.mean(losses)) if losses else loss,
+          "overlap_steps": float(np.mean(lags)) if lags else None}
 
 
 class Dashboard:

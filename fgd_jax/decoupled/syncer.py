@@ -35,6 +35,7 @@ class Contribution:
     ops_from, ops: its operations that are not on the tape yet, up to this contribution; see `tape`.
     payload: the (encoded) outer gradient; the syncer keeps it decoded. nbytes: of it.
     loss, step_seconds, transfer: the learner's newest loss, and what an inner step and a contribution take it.
+    lag: inner steps from its last contribution to the answer; what tau hopes to bound.
   """
 
   learner: int
@@ -52,6 +53,7 @@ class Contribution:
   nbytes: int = 0
   step_seconds: float = 0.0
   transfer: float = 0.0
+  lag: int | None = None
 
 
 @dataclasses.dataclass
@@ -287,7 +289,8 @@ class SyncerCore:
     for c, weight in zip(closed.contributions, weights):
       line: dict[str, Any] = {
               "learner": c.learner, "life": c.life, "n": c.n, "seq": c.seq, "steps": c.steps, "tokens": c.tokens,
-              "full": c.full, "weight": weight / sum(weights), "loss": c.loss}
+              "full": c.full, "weight": weight / sum(weights), "loss": c.loss,
+              "lag": c.lag}
       member = self.members.get(c.learner)
       if member is not None and member.life == c.life:
         count = c.seq + 1 - member.taped
