@@ -57,7 +57,7 @@ class Syncer:
     options = make_options(config, shards)
     merger = Merger(options, shapes, config.seed)
     params = jax.jit(model.init)(jax.random.key(config.seed))
-    self.core = SyncerCore(options, merger, fingerprint(config), params, index, CLOCK())
+    self.core = SyncerCore(options, merger, fingerprint(config), params, index)
     self.folder = os.path.join(workdir, "syncer", str(index))
     self.store = Store(self.folder)
     self.store.load(self.core, CLOCK())

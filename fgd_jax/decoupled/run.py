@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -120,6 +120,7 @@ class Run:
     self._evaluation: tuple[int, Future] | None = None
     self._pool = ThreadPoolExecutor(2, thread_name_prefix="evaluate or save")
     self._saving: Future | None = None
+    self._closing = False
     expected = (self.options.steps + self.options.fragments) * self.options.interval * self.options.batch_tokens
     done = lines[-1]["tokens"] if lines else 0
     self.log = RunLog(self.workdir, start, (done, max(done, expected * self.options.learners)))
@@ -261,13 +262,13 @@ class Run:
 
   def evaluate(self) -> dict[str, float]:
     """eval_loss and eval_perplexity of the global parameters on the held-out batches."""
-    while True:
+    while not self._closing:
       try:
         loss = float(self._evaluate(self.global_parameters()))
-        break
+        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
       except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):  # a syncer that starts again
         time.sleep(0.5)
-    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+    return {}
 
   # --- checkpoints and the end ---------------------------------------------------------------------------------------
 
@@ -304,8 +305,15 @@ class Run:
     self.cuts.save(step, syncers, learners)
     return step
 
+  def finish(self) -> int:
+    """The last checkpoint, after one that is still under way."""
+    if self._saving is not None:
+      wait([self._saving])
+    return self.save()
+
   def close(self) -> None:
     """Ends all actors and files."""
+    self._closing = True
     self._board.close()
     self.log.close()
     self._pool.shutdown(wait=True)
@@ -388,9 +396,9 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
         run.loop()
       except KeyboardInterrupt:
         logging.info("Interrupted at step %d; saving a checkpoint ...", run.step)
-        logging.info("The checkpoint of step %d is saved.", run.save())
+        logging.info("The checkpoint of step %d is saved.", run.finish())
         raise
-      run.save()
+      run.finish()
       return summarise(run)
     finally:
       run.close()

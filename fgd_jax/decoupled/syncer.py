@@ -112,8 +112,7 @@ class SyncerCore:
     trained: inner steps of all learners.
   """
 
-  def __init__(self, options: Options, merger: Merger, keys: Mapping[str, Any], params: PyTree, index: int = 0,
-               now: float = 0.0):
+  def __init__(self, options: Options, merger: Merger, keys: Mapping[str, Any], params: PyTree, index: int = 0):
     self.options, self.merger, self.keys, self.index = options, merger, dict(keys), index
     self.owned = [p for p in range(options.fragments) if options.syncer_of(p) == index]
     self.theta: dict[int, Tree] = {}
@@ -126,10 +125,10 @@ class SyncerCore:
     self.epoch = 0
     self.trained = 0
     self.events: list[dict[str, Any]] = []
-    self._open(index + 1, now)
+    self._open(index + 1)
 
-  def _open(self, t: int, now: float) -> None:
-    self.t, self._opened = t, now
+  def _open(self, t: int) -> None:
+    self.t, self._closed = t, False
     self._in: dict[int, Contribution] = {}
     self._first: float | None = None
     self._quorum: float | None = None
@@ -215,7 +214,8 @@ class SyncerCore:
       fresh = c.ops[member.ops_next - c.ops_from:]
       member.ops += fresh
       member.ops_next += len(fresh)
-    if c.t != self.opened(c.learner)[0] or c.learner in self._in:
+    closed = self._closed and not self.options.on_arrival
+    if closed or c.t != self.opened(c.learner)[0] or c.learner in self._in:
       return "late"
     if member.sick:
       return "sick"
@@ -258,6 +258,7 @@ class SyncerCore:
   def close(self, now: float) -> Closed:
     """Ends the wait: later contributions to this step are late."""
     assert self._quorum is not None and self._first is not None
+    self._closed = True
     p = self.owned[0] if self.options.on_arrival else self.options.fragment(self.t)
     contributions = [self._in[m] for m in sorted(self._in)]
     if self.options.on_arrival:  # one at a time, in the order of arrival
@@ -287,10 +288,9 @@ class SyncerCore:
     weights = weights_of([vars(c) for c in closed.contributions])
     lines = []
     for c, weight in zip(closed.contributions, weights):
-      line: dict[str, Any] = {
-              "learner": c.learner, "life": c.life, "n": c.n, "seq": c.seq, "steps": c.steps, "tokens": c.tokens,
-              "full": c.full, "weight": weight / sum(weights), "loss": c.loss,
-              "lag": c.lag}
+      line: dict[str, Any] = {"learner": c.learner, "life": c.life, "n": c.n, "seq": c.seq, "steps": c.steps,
+                              "tokens": c.tokens, "full": c.full, "weight": weight / sum(weights), "loss": c.loss,
+                              "lag": c.lag}
       member = self.members.get(c.learner)
       if member is not None and member.life == c.life:
         count = c.seq + 1 - member.taped
@@ -308,7 +308,7 @@ class SyncerCore:
         "grace_seconds": closed.grace_seconds, "sync_seconds": sync_seconds, "outer_gradient_norm": norm,
         "bytes_received": sum(c.nbytes for c in closed.contributions), "slots": self._slots(closed),
         "shards": self.options.shards}
-    self._open(t + self.options.syncers, now)
+    self._open(t + self.options.syncers)
     for c in rest:
       self._in[c.learner], self._first = c, now
     self._check_quorum(now)
@@ -340,7 +340,7 @@ class SyncerCore:
     self.members = {int(m): Member(heard=now, reach=True, trains=True, ops_next=x["taped"], **x)
                     for m, x in facts["members"].items()}
     last = max(self.version.values())
-    self._open(last + self.options.syncers if last else self.index + 1, now)
+    self._open(last + self.options.syncers if last else self.index + 1)
 
   def note(self, now: float, actor: str, event: str, cause: str) -> None:
     """Writes down an event."""
