@@ -144,6 +144,28 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.method.momentum_mixing = placeholder(str)  # gasloc: local | mixed
   c.method.inner_steps = placeholder(str)  # gasloc: steps of each worker, "20;20;10;5"
 
+  c.learners = 4                   # M of python -m fgd_jax.decoupled, which reads neither rounds, workers nor method
+  c.quorum = 1                     # K, learners without whose contribution a syncer step does not end
+  c.steps = 200                    # syncer steps, each of which merges one fragment
+
+  c.decoupled = config_dict.ConfigDict()
+  c.decoupled.policy = "decoupled"  # decoupled | delayed_nesterov | async_mean (the latter two: one fragment, on arrival)
+  c.decoupled.fragments = placeholder(int)  # P, divides inner_steps; None: one fragment a step (asynchronous policies: 1)
+  c.decoupled.overlap = 2          # tau, inner steps in which a merged fragment should be back; 0: learners wait for it
+  c.decoupled.blend = 0.0          # weight of the local value when a merged fragment arrives
+  c.decoupled.merge = "rda"        # aggregator of the contributions, as method.aggregator
+  c.decoupled.outer_lr = placeholder(float)  # None: 0.7 (async_mean: 1)
+  c.decoupled.outer_momentum = placeholder(float)  # None: 0.9
+  c.decoupled.codec = placeholder(str)  # of the contributions, as method.codec
+  c.decoupled.error_feedback = placeholder(bool)  # as method.error_feedback
+  c.decoupled.grace = 0.9          # gamma of the grace window; 0: no window
+  c.decoupled.grace_cap = 60.0     # seconds, its greatest length
+  c.decoupled.silent_after = 10.0  # seconds without a sign of life after which a learner is not waited for
+  c.decoupled.dylu = True          # asynchronous policies: slow learners take fewer inner steps (dynamic local updates)
+  c.decoupled.syncers = 1          # syncer actors that share the fragments; divides P
+  c.decoupled.pace = 0.0           # seconds that an inner step takes at least (0: as fast as it goes)
+  c.decoupled.resources = placeholder(str)  # Ray resources of a learner, "GPU=1" or "TPU=4"; None: one CPU
+
   c.lock()
   if arg:
     from fgd_jax.config import apply_variant

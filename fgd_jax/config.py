@@ -288,8 +288,8 @@ def make_method(config: ConfigDict) -> methods.Method:
   options = {k: v for k, v in config.method.items() if k != "name" and v is not None}
   for field in ("mix1", "mix2", "topology", "codec"):
     if field in options:
-      options[field] = _with_options(f"method.{field}", options[field])
-  if "aggregator" in options and not isinstance(named := _with_options("method.aggregator", options["aggregator"]), str):
+      options[field] = with_options(f"method.{field}", options[field])
+  if "aggregator" in options and not isinstance(named := with_options("method.aggregator", options["aggregator"]), str):
     options["aggregator"], options["aggregator_options"] = named
   if "inner_steps" in options:
     try:
@@ -306,7 +306,7 @@ def make_method(config: ConfigDict) -> methods.Method:
     raise ValueError(f"method: {e}") from e
 
 
-def _with_options(key: str, text: str) -> Any:
+def with_options(key: str, text: str) -> Any:
   """ "random_groups:group_size=2" -> ("random_groups", {"group_size": 2})."""
   name, _, rest = text.partition(":")
   try:

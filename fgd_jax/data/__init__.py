@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from fgd_jax.data import sources, text, tokenizer
 from fgd_jax.data.batches import heldout_batches, round_batches
+from fgd_jax.data.share import worker_batches
 from fgd_jax.data.sources import TokenSource
 
-__all__ = ["Corpus", "TokenSource", "heldout_batches", "load", "round_batches"]
+__all__ = ["Corpus", "TokenSource", "heldout_batches", "load", "round_batches", "worker_batches"]
 
 
 class Corpus(NamedTuple):

@@ -1,7 +1,8 @@
 """Fragments: a partition of the parameters in P parts that are exchanged one after the other (arXiv 2501.18512).
 
 Layer-wise, by path: layers are dealt out `strided` (layer i to fragment i mod n, the paper's default) or `sequential`
-(neighbours together), whether they are numbered (`layers_0/...`) or stacked (`layers/...` with a leading axis). Or `flat`: P
+(neighbours together), whether they are numbered (`layers_0/...`) or stacked (`layers/...` with a leading axis). Or
+`balanced`: tensor by tensor into the lightest fragment, embeddings apart (Decoupled DiLoCo, arXiv 2604.21428). Or `flat`: P
 equal ranges of all parameters, one after the other, which cut through leaves.
 """
 
@@ -18,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fgd_jax.mixing.subset import NUMBERED_LAYER, STACKED_LAYERS, path_of
+from fgd_jax.mixing.subset import EMBEDDING, NUMBERED_LAYER, STACKED_LAYERS, path_of
 
 PyTree = Any
-ORDERS = ("strided", "sequential", "flat")
+ORDERS = ("strided", "sequential", "balanced", "flat")
 FLAT = "flat:"  # how the keys of flat fragments begin; the rest is the dtype
 FLAT_TILE = 1024  # long ranges are padded to a multiple of it, so that the devices of a worker can divide them
 
@@ -140,10 +141,10 @@ def make_fragments(fragments: Any, order: str, params: PyTree, ends: str = "own"
 
   Args:
     fragments: P in all, or a list of P path patterns (re.search; the first that matches a leaf has it).
-    order: "strided" or "sequential" layers, or "flat" ranges; without effect on patterns.
+    order: "strided" or "sequential" layers, "balanced" tensors, or "flat" ranges; without effect on patterns.
     params: arrays or shapes of one worker.
     ends: leaves outside the layers are the last fragment ("own"), or join the layers' fragments ("joined"): those before the
-      first layer in the tree's order the first one, all others the last one.
+      first layer in the tree's order the first one, all others the last one. Without effect on balanced and flat ones.
 
   Raises:
     ValueError: a partition that these parameters do not have, naming `fragments`.
@@ -156,6 +157,8 @@ def make_fragments(fragments: Any, order: str, params: PyTree, ends: str = "own"
     return _by_patterns(list(fragments), shapes)
   if order == "flat":
     return _flat(fragments, shapes)
+  if order == "balanced":
+    return _balanced(fragments, shapes)
   return _by_layers(fragments, order, ends, shapes)
 
 
@@ -225,6 +228,35 @@ def _by_layers(count: int, order: str, ends: str, shapes: Mapping[str, Any]) -> 
     else:
       parts[count - 1 if own else 0 if i < first else dealt - 1].append(_Piece(path))
   return Fragments([_keyed(part) for part in parts], shapes)
+
+
+def _balanced(count: int, shapes: Mapping[str, Any]) -> Fragments:
+  """Greedy number partitioning: tensors in descending size, each to the lightest fragment; the embeddings are the last.
+
+  The heaviest of the others is at most 4/3 of the best possible (Graham 1969). Equal sizes go by path, equal loads by
+  number. A layer of stacked leaves is a tensor of its own.
+  """
+  if count == 1:
+    return Fragments([_keyed([_Piece(path) for path in shapes])], shapes)
+  embeddings = [path for path in shapes if EMBEDDING.search(path)]
+  tensors: list[tuple[int, str, int | None]] = [
+             (math.prod(x.shape), path, None) for path, x in shapes.items()
+             if path not in embeddings and (NUMBERED_LAYER.search(path) or not STACKED_LAYERS.search(path))]
+  tensors += [(math.prod(x.shape[1:]), path, row) for path, x in shapes.items()
+              if path not in embeddings and STACKED_LAYERS.search(path) and not NUMBERED_LAYER.search(path)
+              for row in range(x.shape[0])]
+  bins = count - bool(embeddings)
+  if bins > len(tensors):
+    raise ValueError(f"fragments={count}: {len(tensors)} tensors ({', '.join(list(shapes)[:4])}, ...) cannot be dealt to "
+                     f"{bins} fragments" + (", with one more for the embeddings" if embeddings else "") + "; ask for fewer.")
+  loads, rows = [0] * bins, [dict[str, list[int | None]]() for _ in range(bins)]
+  for size, path, row in sorted(tensors, key=lambda x: (-x[0], x[1], x[2] or 0)):
+    lightest = loads.index(min(loads))
+    loads[lightest] += size
+    rows[lightest].setdefault(path, []).append(row)
+  parts = [[_Piece(path, None if found[path][0] is None else tuple(sorted(found[path])))  # type: ignore[type-var,arg-type]
+            for path in shapes if path in found] for found in rows]
+  return Fragments([_keyed(part) for part in parts + [[_Piece(path) for path in embeddings]] * bool(embeddings)], shapes)
 
 
 def _keyed(pieces: Sequence[_Piece]) -> dict[str, tuple[_Piece, ...]]:

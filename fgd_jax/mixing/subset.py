@@ -44,6 +44,7 @@ def embeddings_head_early_layers(n: int) -> EarlyLayers:
 
 EMBEDDING_OR_HEAD = re.compile(
     r"(^|[/_.])(embed\w*|wte|wpe|tok_\w*|\w*_embed\w*|lm_head|head|unembed\w*|output_head)([/_.]|$)")
+EMBEDDING = re.compile(r"(^|[/_.])(embed\w*|wte|wpe|tok_\w*|\w*_embed\w*)([/_.]|$)")
 NUMBERED_LAYER = re.compile(r"(^|/)\w*(layers?|blocks?|h)[/_.]?(\d+)(/|$)")
 STACKED_LAYERS = re.compile(r"(^|/)(layers|blocks|h)(/|$)")
 _CALL = re.compile(r"^\s*embeddings_head_early_layers\((\d+)\)\s*$")

@@ -26,11 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fgd_jax.mixing.subset import NUMBERED_LAYER, STACKED_LAYERS, path_of
+from fgd_jax.mixing.subset import EMBEDDING, NUMBERED_LAYER, STACKED_LAYERS, path_of
 
 PyTree = Any
 
-_EMBEDDINGS = r"(^|[/_.])(embed\w*|wte|wpe|tok_\w*|\w*_embed\w*)([/_.]|$)"
 _dot = functools.partial(jnp.matmul, precision="highest")  # a TPU would multiply float32 in bfloat16
 
 
@@ -166,7 +165,7 @@ class Rda(Aggregator):
       (their outer gradients are correlated); the LM head is not among them. None for no path.
   """
 
-  plain: str | None = _EMBEDDINGS
+  plain: str | None = EMBEDDING.pattern
   name: ClassVar[str] = "rda"
 
   def __post_init__(self):

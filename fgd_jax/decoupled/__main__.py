@@ -1,0 +1,91 @@
+"""python -m fgd_jax.decoupled: Decoupled DiLoCo on Ray, from a config to a finished run.
+
+    python -m fgd_jax.decoupled --config=configs/decoupled_quickstart.py --workdir=runs/decoupled [--config.steps=60]
+
+Started again with the same command, a run that was stopped anywhere goes on from its last checkpoint. --join adds learners
+to a run that goes on; --replay computes a finished or stopped run once more from its tape and compares every merge.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+# The driver computes little and must leave accelerators to the learners; this is before jax looks for them.
+PLATFORMS = os.environ.get("JAX_PLATFORMS", "")
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402  (after the environment)
+
+from fgd_jax import config as configs  # noqa: E402
+from fgd_jax.decoupled.options import POLICIES, environment  # noqa: E402
+from fgd_jax.runlog import show_own_logs  # noqa: E402
+from fgd_jax.train import NonFiniteError  # noqa: E402
+
+USAGE = ("python -m fgd_jax.decoupled --config=FILE[:key=value,...] --workdir=DIR [--ray-address=HOST:PORT] "
+         "[--join=N | --replay]")
+
+
+def _need_ray() -> None:
+  try:
+    import ray  # noqa: F401
+  except ImportError as e:
+    raise ValueError("Decoupled learners run on Ray, which is not installed; pip install 'fgd-jax[decoupled]'.") from e
+
+
+def _show(summary: dict[str, Any]) -> None:
+  if flags.FLAGS.json:
+    print(json.dumps(summary))
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"Unexpected argument {argv[1]!r}; all options start with --.")
+  if not flags.FLAGS.workdir:
+    raise app.UsageError("--workdir=DIR is needed: the folder for checkpoints, metrics and events.")
+  show_own_logs()
+  config, workdir = flags.FLAGS.config, flags.FLAGS.workdir
+  try:
+    if flags.FLAGS.replay:
+      os.environ.update(environment(config, PLATFORMS))  # as the learners had it; jax has not looked yet
+      jax.config.update("jax_platforms", PLATFORMS or None)
+      from fgd_jax.decoupled.replay import replay
+      _show(replay(config, workdir))
+      return
+    _need_ray()
+    from fgd_jax.decoupled import run
+    if flags.FLAGS.join:
+      run.join(config, workdir, flags.FLAGS["ray-address"].value, flags.FLAGS.join, PLATFORMS)
+      return
+    summary = run.decoupled(config, workdir, flags.FLAGS["ray-address"].value, PLATFORMS)
+    logging.info("Done: held-out loss %.4f after %d syncer steps. Figures in %s.", summary["eval_loss"], summary["steps"],
+                 os.path.join(workdir, "summary.json"))
+    _show(summary)
+  except (ValueError, OSError, NonFiniteError) as e:
+    if os.environ.get("FGD_JAX_TRACEBACK"):
+      raise
+    logging.error("%s", " ".join(str(e).split()))
+    raise SystemExit(2) from e
+  except KeyboardInterrupt as e:
+    logging.error("Interrupted; the same command continues from the last checkpoint in %s.", workdir)
+    raise SystemExit(130) from e
+
+
+if __name__ == "__main__":
+  sys.argv = [word.replace("--ray_address", "--ray-address") for word in sys.argv]
+  config_flags.DEFINE_config_file("config", help_string=(
+      "Config file with optional settings, e.g. configs/decoupled_quickstart.py:learners=8 (required). Every key of "
+      "configs/default.py can also be set by --config.KEY=VALUE; policies: " + ", ".join(POLICIES) + "."))
+  flags.DEFINE_string("workdir", None, "Folder of the run (required); the same command resumes it.")
+  flags.DEFINE_string("ray-address", None, "HOST:PORT of a Ray cluster, or auto; without it a local one is started.")
+  flags.DEFINE_integer("join", 0, "Add so many learners to the run with this --workdir that goes on in the Ray cluster.")
+  flags.DEFINE_boolean("replay", False, "Compute the run in --workdir once more from its tape, and compare.")
+  flags.DEFINE_boolean("json", False, "Print the summary as JSON.")
+  flags.mark_flag_as_required("config")
+  app.run(main, flags_parser=functools.partial(configs.parse_flags, usage=USAGE))

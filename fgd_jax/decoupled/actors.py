@@ -1,0 +1,438 @@
+"""Ray actors: thin shells that give the cores a clock, threads and messages.
+
+Learners call, the syncer answers: `join`, then `poll` in a loop (it returns at once when there is news, else after a moment)
+and `offer` for a contribution. The syncer never calls anyone, so that no learner, dead or paused, can hold it up. Global
+fragments travel through Ray's object store: put once, fetched by every learner.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ray
+from absl import logging
+from ml_collections import ConfigDict
+
+from fgd_jax import data
+from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
+from fgd_jax.decoupled.merging import Merger
+from fgd_jax.decoupled.options import fingerprint, make_options
+from fgd_jax.decoupled.programs import Programs, make_model, make_programs
+from fgd_jax.decoupled.store import TAPE, Store, read_tape
+from fgd_jax.decoupled.syncer import Contribution, SyncerCore
+
+POLL_SECONDS = 0.5  # how long a poll without news may take
+CALL_SECONDS = 30.0  # after which a call counts as lost
+RETRY_SECONDS = 0.2  # between attempts to reach a syncer that does not answer
+CLOCK = time.time
+
+
+def use_compilation_cache(workdir: str) -> None:
+  """Lets processes that start again find what was compiled, where the run's folder is within reach."""
+  if os.path.isdir(workdir):
+    jax.config.update("jax_compilation_cache_dir", os.path.join(workdir, "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+class Syncer:
+  """The actor of a syncer. It starts from what its folder holds.
+
+  Args:
+    config: of the run. vocab_size: of the data. shards: of the data. workdir: the run's folder. index: number of the syncer.
+  """
+
+  def __init__(self, config: ConfigDict, vocab_size: int, shards: int, workdir: str, index: int):
+    use_compilation_cache(workdir)
+    model, shapes = make_model(config, vocab_size)
+    options = make_options(config, shards)
+    merger = Merger(options, shapes, config.seed)
+    params = jax.jit(model.init)(jax.random.key(config.seed))
+    self.core = SyncerCore(options, merger, fingerprint(config), params, index)
+    self.folder = os.path.join(workdir, "syncer", str(index))
+    self.store = Store(self.folder)
+    self.store.load(self.core, CLOCK())
+    self.about = {"vocab_size": vocab_size, "shards": shards}
+    self.lock = threading.Condition()
+    self.refs = {p: (self.core.version[p], ray.put(merger.outgoing(p, self.core.theta[p]))) for p in self.core.owned}
+    # Both grow over restarts, so that a reader's place in them stays what it is.
+    lines = list(read_tape(os.path.join(self.folder, TAPE)))
+    self.records = [line for line in lines if "step" in line]
+    self.events = [line for line in lines if "event" in line]
+    self.numbers: dict[str, int] = {}  # of learners, by the identity of their actor, which outlives restarts
+    self.cut_number = 0  # of the newest checkpoint that this syncer is part of
+    self.cut_state: dict[str, Any] = {}
+    self.stopped = False
+    self._write_events()
+    self._warm()
+    threading.Thread(target=self._work, name="merge", daemon=True).start()
+
+  def _warm(self) -> None:
+    """Compiles the merges before the first one is needed."""
+    core = self.core
+    for p in core.owned:
+      stack = core.merger.stack([core.theta[p]], 1 if core.options.on_arrival else core.options.learners)
+      jax.block_until_ready(core.merger.step(core.theta[p], core.outer[p], stack, core.merger.weights([1.0], stack),
+                                             np.int32(0)))
+
+  def _work(self) -> None:
+    """Closes, merges and commits steps; the computation is outside the lock, so that polls are answered meanwhile."""
+    writing = 0.0
+    while not self.stopped:
+      with self.lock:
+        ready, wake = self.core.due(CLOCK())
+        self._write_events()
+        if not ready:
+          self.lock.wait(POLL_SECONDS if wake is None else max(0.0, min(wake - CLOCK(), POLL_SECONDS)))
+          continue
+        closed = self.core.close(CLOCK())
+      began = time.monotonic()
+      result = self.core.compute(closed)
+      with self.lock:
+        done = time.monotonic()
+        record = self.core.commit(closed, result, CLOCK(), done - began + writing)  # the writing of the step before
+        p = closed.p
+        self.store.append(record)
+        self.store.save(p, self.core.theta[p], self.core.outer[p], self.core.facts())
+        writing = time.monotonic() - done
+        self.refs[p] = (closed.t, ray.put(self.core.merger.outgoing(p, self.core.theta[p])))
+        self.records.append(record)
+        self._write_events()
+        self.lock.notify_all()
+
+  def _write_events(self) -> None:
+    for event in self.core.events:
+      self.store.append(event)
+      self.events.append(event)
+    self.core.events.clear()
+
+  # --- learners ------------------------------------------------------------------------------------------------------
+
+  def join(self, learner: int | None, actor: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A learner begins; see `SyncerCore.join`. Returns its number, life, inner step and all fragments."""
+    with self.lock:
+      number, life, n = self.core.join(self.numbers.get(actor, learner), keys, CLOCK())
+      self.numbers[actor] = number
+      self._write_events()
+      return {"learner": number, "life": life, "n": n, "cut": self.cut_number,
+              "fragments": {p: (t, [ref]) for p, (t, ref) in self.refs.items()}}
+
+  def poll(self, report: Mapping[str, Any]) -> dict[str, Any]:
+    """A learner reports and hears what is new to it."""
+    end = time.monotonic() + POLL_SECONDS
+    learner, life = report["learner"], report["life"]
+    with self.lock:
+      if not self.core.heard(learner, life, CLOCK(), *(report[k] for k in ("n", "step_seconds", "transfer", "loss"))):
+        return {"rejoin": True}
+      if report["sick"]:
+        self.core.ill(learner, CLOCK(), f"its loss at inner step {report['n']} is not finite")
+      while True:
+        reply = self._news(learner, report)
+        if reply is not None or self.stopped:
+          return reply or {"stop": True}
+        left = end - time.monotonic()
+        if left <= 0:
+          return {}
+        self.lock.wait(left)
+        if (member := self.core.members.get(learner)) is None or member.life != life:
+          return {"rejoin": True}
+
+  def _news(self, learner: int, report: Mapping[str, Any]) -> dict[str, Any] | None:
+    core, wanted = self.core, {}
+    if core.members[learner].sick:
+      wanted = {p: (t, [ref]) for p, (t, ref) in self.refs.items()}
+      core.healed(learner, CLOCK())
+      self._write_events()
+      return {"reseed": wanted, "cut": self.cut_number}
+    for p in core.newer(learner, report["have"]):
+      t, ref = self.refs[p]
+      wanted[p] = (t, [ref])
+    opened = (core.epoch, *core.opened(learner)) if core.t <= core.options.steps else None
+    if not wanted and opened == report["opened"] and self.cut_number <= report["cut"]:
+      return None
+    return {"fragments": wanted, "opened": opened, "cut": self.cut_number, "taped": core.members[learner].taped}
+
+  def offer(self, contribution: Contribution, cut: int) -> str:
+    """A contribution; see `SyncerCore.offer`. `cut`: the checkpoint that the learner has taken part in."""
+    with self.lock:
+      self._cut(cut)  # the learner's state in that checkpoint is from before this contribution, so ours has to be
+      if self.core.t > self.core.options.steps:
+        return "over"
+      answer = self.core.offer(contribution, CLOCK())
+      self.lock.notify_all()
+      return answer
+
+  # --- the run -------------------------------------------------------------------------------------------------------
+
+  def news(self, steps: int, events: int) -> dict[str, Any]:
+    """Records after the first `steps` of this syncer, events after the first `events`."""
+    with self.lock:
+      return {"records": self.records[steps:], "events": self.events[events:], "pid": os.getpid()}
+
+  def data(self) -> dict[str, int]:
+    """What a learner that joins late has to know of the run's data: vocab_size and shards."""
+    return self.about
+
+  def facts(self) -> dict[str, Any]:
+    """See `SyncerCore.facts`."""
+    with self.lock:
+      return self.core.facts()
+
+  def parameters(self) -> dict[int, Any]:
+    """All fragments, {p: (version, [reference])}."""
+    with self.lock:
+      return {p: (t, [ref]) for p, (t, ref) in self.refs.items()}
+
+  def cut(self, number: int) -> dict[str, Any]:
+    """This syncer's part of a consistent cut (Chandy and Lamport's markers: every later answer carries its number)."""
+    with self.lock:
+      self._cut(number)
+      return self.cut_state
+
+  def _cut(self, number: int) -> None:
+    if number <= self.cut_number:
+      return
+    core, self.cut_number = self.core, number
+    self.cut_state = {"facts": core.facts(), "theta": {p: dict(x) for p, x in core.theta.items()}, "outer": dict(core.outer)}
+    self.lock.notify_all()
+
+  def stop(self) -> None:
+    with self.lock:
+      self.stopped = True
+      self.lock.notify_all()
+
+
+class Learner:
+  """The actor of a learner: one thread trains, one listens to each syncer, one sends.
+
+  Args:
+    config, vocab_size, shards, workdir: as for `Syncer`.
+    namespace: of the run, in which the syncers have their names.
+    number: of the learner; None: the next free one.
+    resumes: the life that begins with a checkpoint's state, which `give` brings; 0: none.
+  """
+
+  def __init__(self, config: ConfigDict, vocab_size: int, shards: int, workdir: str, namespace: str, number: int | None,
+               resumes: int):
+    use_compilation_cache(workdir)
+    self.config, self.vocab_size, self.number = config, vocab_size, number
+    self.syncers = [ray.get_actor(f"syncer {s}", namespace) for s in range(config.decoupled.syncers)]
+    self.resumes, self.given = resumes, queue.Queue(1)  # type: int, queue.Queue[Any]
+    self.options = make_options(config, shards)
+    self.pace = self.options.pace
+    self.inbox: queue.Queue[Any] = queue.Queue()
+    self.outbox = ThreadPoolExecutor(1, thread_name_prefix="send")
+    self.core: LearnerCore | None = None
+    self.stopped = False
+    self.failure: str | None = None
+    self.cut_number, self.cut_done = 0, threading.Condition()
+    self.cut_state: dict[str, Any] | None = None
+    self.loss, self.step_seconds, self.transfer, self.answers = float("nan"), 0.0, 0.0, {}  # type: float, float, float, dict
+    self.poisoned = self.heals = False
+    threading.Thread(target=self._live, name="train", daemon=True).start()
+
+  # --- training ------------------------------------------------------------------------------------------------------
+
+  def _live(self) -> None:
+    try:
+      programs = make_programs(self.config, self.options, self.vocab_size)
+      train = data.load(self.config.data, self.config.seq_len, self.config.seed).train
+      while not self.stopped:
+        self._life(programs, train)
+    except Exception as e:
+      logging.error("%s", traceback.format_exc())
+      self.failure = " ".join((str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}").split())[:500]
+      self.stopped = True  # nothing more is heard from it, so that nobody waits for it
+
+  def _life(self, programs: Programs, train: Any) -> None:
+    """From joining to the end, or until the syncer says that this life is over."""
+    life, n, fragments = self._join()
+    saved = None
+    if life == self.resumes:
+      try:
+        saved = self.given.get(timeout=CALL_SECONDS)
+      except queue.Empty:
+        logging.warning("The checkpoint's state did not arrive; starting from the global parameters.")
+    core = LearnerCore(programs, self.number, life, n, fragments, saved)  # type: ignore[arg-type]
+    batches = data.worker_batches(train, core.learner, self.options.shards, self.config.batch_size, self.config.seed)
+    core.warm(batches[core.n])
+    self.inbox, self.over, self.heals = queue.Queue(), threading.Event(), False
+    self.parts: dict[int, Any] = {}
+    self.have = [{p: t for p, t in core.version.items() if self.options.syncer_of(p) == s} for s in range(len(self.syncers))]
+    self.core = core
+    for s in range(len(self.syncers)):
+      threading.Thread(target=self._listen, args=(s, core, self.over), name=f"listen {s}", daemon=True).start()
+    pending, due = None, time.monotonic()
+    while not (self.stopped or self.over.is_set()):
+      began = time.monotonic()
+      if self._receive(core, block=False):
+        pending = None
+      for c in core.offers():
+        self.outbox.submit(self._send, c, core, self.cut_number)
+      while core.waiting() and not (self.stopped or self.over.is_set()):
+        if self._receive(core, block=True):
+          pending = None
+        for c in core.offers():
+          self.outbox.submit(self._send, c, core, self.cut_number)
+        began = time.monotonic()
+      if self.poisoned:
+        core.w = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), core.w)
+        self.poisoned = False
+      loss = core.step(batches[core.n])
+      if pending is not None:
+        self.loss = float(pending)  # one step behind, so that the device always has work
+        if not np.isfinite(self.loss) and not self.heals:
+          core.sick = True
+      pending = loss
+      due = max(due + self.pace, time.monotonic() - self.pace)  # makes up for one late step, not for a pause
+      if self.pace and due > time.monotonic():
+        time.sleep(due - time.monotonic())
+      seconds = time.monotonic() - began
+      self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
+
+  def _receive(self, core: LearnerCore, block: bool) -> bool:
+    """Takes the messages that are there, or waits a moment for one; True after a re-seed."""
+    healed = False
+    try:
+      while True:
+        message = self.inbox.get(block, POLL_SECONDS)
+        block = False
+        if isinstance(message, tuple) and message[0] == "cut":
+          self._take_part(core, message[1])
+        elif isinstance(message, tuple) and message[0] == "taped":
+          core.taped(*message[1:])
+        elif isinstance(message, tuple) and message[0] == "late":
+          core.retract(*message[1:])
+        else:
+          core.receive(message)
+          if isinstance(message, Reseed):
+            self.heals, self.loss, healed = False, float("nan"), True
+    except queue.Empty:
+      return healed
+
+  def _take_part(self, core: LearnerCore, number: int) -> None:
+    """Saves the state at this boundary for a checkpoint, once; a sick learner has none to save."""
+    if number > self.cut_number:
+      with self.cut_done:
+        self.cut_number, self.cut_state = number, None if core.sick else core.snapshot(number)
+        self.cut_done.notify_all()
+
+  # --- messages ------------------------------------------------------------------------------------------------------
+
+  def _join(self) -> tuple[int, int, dict[int, Any]]:
+    """Joins all syncers, however long that takes; their word on number, life and inner step is the first syncer's."""
+    keys, actor, first = fingerprint(self.config), ray.get_runtime_context().get_actor_id(), None
+    fragments: dict[int, Any] = {}
+    for syncer in self.syncers:
+      while True:
+        try:
+          reply: Any = ray.get(syncer.join.remote(self.number, actor, keys), timeout=CALL_SECONDS)
+          fragments |= {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply["fragments"].items()}
+          break
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
+          time.sleep(RETRY_SECONDS)
+        except ray.exceptions.RayTaskError as e:
+          raise e.cause from None  # a refusal, in a sentence of its own
+      self.number = reply["learner"]
+      first = first or (reply["life"], reply["n"])
+      self.cut_number = max(self.cut_number, reply["cut"])
+    assert first is not None
+    return *first, fragments
+
+  def _listen(self, s: int, core: LearnerCore, over: threading.Event) -> None:
+    """Polls one syncer and puts what it says in the inbox, in order."""
+    opened, cut, inbox = None, self.cut_number, self.inbox
+    while not (self.stopped or over.is_set()):
+      report = {"learner": core.learner, "life": core.life, "n": core.n, "step_seconds": self.step_seconds,
+                "transfer": self.transfer, "loss": self.loss, "have": self.have[s], "opened": opened, "cut": cut,
+                "sick": (core.sick or bool(self.parts)) and s not in self.parts and not self.heals}
+      try:
+        reply: Any = ray.get(self.syncers[s].poll.remote(report), timeout=CALL_SECONDS)
+        fragments = {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply.get("fragments", reply.get("reseed", {})).items()}
+      except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
+        time.sleep(RETRY_SECONDS)
+        continue
+      if reply.get("rejoin"):
+        over.set()
+      if reply.get("stop"):
+        time.sleep(RETRY_SECONDS)
+      if reply.get("cut", 0) > cut:
+        cut = reply["cut"]
+        inbox.put(("cut", cut))
+      if "reseed" in reply:
+        self._heal(s, core, fragments)
+        opened = None
+      elif "fragments" in reply:
+        for p, (t, fragment) in sorted(fragments.items(), key=lambda item: item[1][0]):
+          inbox.put(Arrived(p, t, fragment))
+        self.have[s] = self.have[s] | {p: t for p, (t, _) in fragments.items()}
+        inbox.put(("taped", s, reply["taped"]))
+        opened = reply["opened"]
+        if opened is not None:
+          inbox.put(Opened(s, *opened))
+
+  def _heal(self, s: int, core: LearnerCore, fragments: dict[int, Any]) -> None:
+    """Collects what all syncers send for a re-seed; it is one message when it is complete."""
+    core.sick = True
+    self.parts[s] = fragments
+    self.have[s] = {p: t for p, (t, _) in fragments.items()}
+    if len(self.parts) == len(self.syncers):
+      whole = {p: x for part in self.parts.values() for p, x in part.items()}
+      self.heals, self.parts = True, {}
+      self.inbox.put(Reseed(whole))
+
+  def _send(self, c: Contribution, core: LearnerCore, cut: int) -> None:
+    """Brings a contribution to the host and to its syncer; one that gets lost there is asked for again."""
+    c.payload = jax.device_get(c.payload)
+    c.loss, c.step_seconds, c.transfer = self.loss, self.step_seconds, self.transfer
+    began = time.monotonic()
+    p = 0 if self.options.on_arrival else self.options.fragment(c.t)
+    s, inbox = self.options.syncer_of(p), self.inbox
+    try:
+      answer: Any = ray.get(self.syncers[s].offer.remote(c, cut), timeout=CALL_SECONDS)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+      answer = "lost"
+    self.answers[answer] = self.answers.get(answer, 0) + 1
+    if answer == "late" and self.core is core:
+      inbox.put(("late", p, c.t))
+    seconds = time.monotonic() - began
+    self.transfer = 0.8 * self.transfer + 0.2 * seconds if self.transfer else seconds
+
+  # --- the run -------------------------------------------------------------------------------------------------------
+
+  def give(self, saved: Mapping[str, Any]) -> None:
+    """The checkpoint's state that the constructor announced."""
+    self.given.put(saved)
+
+  def status(self) -> dict[str, Any]:
+    """How it goes: number, life, n, loss, seconds a step, inner steps until answers, answers to contributions."""
+    core = self.core
+    return {"learner": self.number, "life": core.life if core else 0, "n": core.n if core else 0, "loss": self.loss,
+            "step_seconds": self.step_seconds, "lag": float(np.mean(core.lags)) if core and core.lags else None,
+            "answers": dict(self.answers), "pid": os.getpid(), "failure": self.failure, "started": core is not None}
+
+  def snapshot(self, number: int, seconds: float) -> dict[str, Any] | None:
+    """The state that a checkpoint has of this learner; None where it has none within so many seconds."""
+    with self.cut_done:
+      self.cut_done.wait_for(lambda: self.cut_number >= number or self.stopped or self.failure or self.core is None, seconds)
+      return self.cut_state if self.cut_number == number else None
+
+  def set_pace(self, seconds: float) -> None:
+    """Makes inner steps take at least so long; for experiments with slow learners."""
+    self.pace = seconds
+
+  def poison(self) -> None:
+    """Makes the parameters NaN before the next step; for experiments with failures."""
+    self.poisoned = True
+
+  def stop(self) -> None:
+    self.stopped = True

@@ -1,0 +1,92 @@
+"""Ray: a local cluster or one that is there, and the actors of a run on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from typing import Any
+
+import ray
+from ml_collections import ConfigDict
+
+from fgd_jax.decoupled import actors
+from fgd_jax.decoupled.options import Options, environment, resources
+
+CONNECT_SECONDS = 20.0
+START_SECONDS = 180.0
+
+
+def connect(address: str | None, processes: int, namespace: str) -> None:
+  """Joins the Ray cluster at `address`, or starts one on this machine that has room for so many processes.
+
+  Raises:
+    ValueError: nothing answers at that address within CONNECT_SECONDS.
+  """
+  os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+  warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")  # Ray starts its processes by fork and exec
+  common: dict[str, Any] = {"namespace": namespace, "include_dashboard": False, "log_to_driver": False,
+                            "logging_level": "WARNING", "configure_logging": False}
+  if address is None:
+    ray.init(address="local", num_cpus=processes, **common)
+    return
+  if address != "auto":
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+      socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as e:
+      raise ValueError(f"--ray-address={address}: nothing answers there ({e}); start Ray with `ray start --head "
+                       "--port=6379` and give HOST:PORT, or leave the flag out for a local one.") from e
+  try:
+    del common["include_dashboard"]
+    ray.init(address=address, **common)
+  except (ConnectionError, RuntimeError, ValueError) as e:
+    reason = str(e).strip().splitlines()[0]
+    raise ValueError(f"--ray-address={address} cannot be joined ({reason}); start Ray with `ray start --head` first, or "
+                     "leave the flag out for a local one.") from e
+
+
+def start_syncers(config: ConfigDict, options: Options, vocab_size: int, workdir: str) -> list[Any]:
+  """The syncers, on this machine (where the run's folder is), ready to answer.
+
+  Raises:
+    ValueError: Ray has no place for them.
+  """
+  here = f"node:{ray.util.get_node_ip_address()}"
+  local = {here: 0.001} if here in ray.cluster_resources() else {}
+  made: list[Any] = [ray.remote(actors.Syncer).options(
+      name=f"syncer {s}", num_cpus=1, resources=local, max_restarts=-1, max_concurrency=100,
+      runtime_env={"env_vars": environment(config, "cpu")}).remote(config, vocab_size, options.shards, workdir, s)
+      for s in range(options.syncers)]
+  try:
+    ray.get([s.news.remote(0, 0) for s in made], timeout=START_SECONDS)
+  except ray.exceptions.GetTimeoutError as e:
+    raise ValueError(f"Ray did not start {options.syncers} syncers in {START_SECONDS:.0f} s; it has "
+                     f"{ray.available_resources().get('CPU', 0):g} CPUs free, and every actor needs one.") from e
+  except ray.exceptions.RayActorError as e:
+    raise ValueError(f"A syncer could not start: {str(e).strip().splitlines()[-1]}") from e
+  return made
+
+
+def start_learner(config: ConfigDict, shards: int, vocab_size: int, workdir: str, namespace: str, platforms: str,
+                  number: int | None = None, resumes: int = 0) -> Any:
+  """One learner; Ray restarts it when it dies."""
+  wanted = resources(config)
+  return ray.remote(actors.Learner).options(
+      num_cpus=wanted.pop("CPU", 1), num_gpus=wanted.pop("GPU", 0), resources=wanted, max_restarts=-1, max_concurrency=8,
+      runtime_env={"env_vars": environment(config, platforms)}).remote(
+          config, vocab_size, shards, workdir, namespace, number, resumes)
+
+
+def find_syncers(namespace: str) -> list[Any]:
+  """The syncers of a run that goes on.
+
+  Raises:
+    ValueError: there is no such run.
+  """
+  named = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
+  numbers = sorted(int(name.split()[1]) for name in named if name.startswith("syncer "))
+  found = [ray.get_actor(f"syncer {s}", namespace) for s in numbers]
+  if not found:
+    raise ValueError(f"No run {namespace!r} goes on in this Ray cluster; --workdir must be that of the run to join.")
+  return found
