@@ -102,7 +102,7 @@ def from_jax(environment: Mapping[str, str], seconds: float) -> Cluster | None:
   from jax._src.clusters import ClusterEnv  # the only place where jax says what it would join before joining it
   # A pod is not a job of several: jax would ask Kubernetes about any pod, and fail in most.
   kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and (
-      kind.name != "k8s" or "JOB_COMPLETION_INDEX" in environment)]
+      kind.__name__ != "K8sCluster" or "JOB_COMPLETION_INDEX" in environment)]
   try:
     if not any(kind.is_env_present() for kind in kinds):
       return None
