@@ -23,6 +23,10 @@ PyTree = Any
 CAUSES = ("", "loss", "parameters or inner optimizer state", "outer step")
 
 
+class NonFiniteError(RuntimeError):
+  """A loss or a state is no longer finite, and the run cannot go on."""
+
+
 def examine(start: PyTree, w: PyTree, opt: PyTree, loss_KxS: jax.Array, fresh: Callable[[PyTree], PyTree],
             averaged: bool = False) -> tuple[PyTree, PyTree, jax.Array]:
   """Looks at workers after inner steps, and takes the sick ones back.

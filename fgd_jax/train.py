@@ -10,9 +10,7 @@ together: each reads its own workers' data, all write checkpoints, and the first
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import json
 import math
 import os
 import platform
@@ -32,22 +30,18 @@ from ml_collections import ConfigDict, config_flags
 import fgd_jax as fgd
 from fgd_jax import aot, data, distributed, export, faults, measure, models, resize
 from fgd_jax import config as configs
-from fgd_jax.checkpoint import Checkpoints, Progress, refuse_other_config
+from fgd_jax.checkpoint import Checkpoints, Progress
+from fgd_jax.folder import LOCK_FILE, claimed, recognise_run, write_config, write_json
 from fgd_jax.methods.base import finite_rows
-from fgd_jax.quarantine import CAUSES
+from fgd_jax.quarantine import CAUSES, NonFiniteError
 from fgd_jax.report import curves
 from fgd_jax.runlog import NoLog, RunLog, read_lines, show_own_logs
 from fgd_jax.state import State
 
 PyTree = Any
-LOCK_FILE = ".lock"
 LOST_PEER = 4  # exit status: launch/common.sh looks for the process that died, not for those that lost it
 ADVICE = ("Nothing was saved over earlier checkpoints. Try a lower inner.lr or method.outer_lr in a new --workdir, or look "
           "at that worker's data.")
-
-
-class NonFiniteError(RuntimeError):
-  """The loss or the state of a worker is no longer finite."""
 
 
 class PreemptedError(RuntimeError):
@@ -289,80 +283,7 @@ class Profile:
       jax.profiler.stop_trace()
 
 
-# --- the run's folder ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def claimed(workdir: str) -> Iterator[None]:
-  """Makes the folder and holds its lock, which ends with the process however that ends.
-
-  Raises:
-    ValueError: a folder that holds something else, or that another process holds.
-    OSError: the folder cannot be made or written.
-  """
-  os.makedirs(workdir, exist_ok=True)
-  if not os.path.exists(os.path.join(workdir, "config.json")):
-    ours = {"checkpoints", "tensorboard", "profile", "logs", "metrics.jsonl", "events.jsonl", "summary.json",
-            curves.FILE_NAME, LOCK_FILE}
-    if strangers := sorted(set(os.listdir(workdir)) - ours):
-      raise ValueError(f"--workdir={workdir} holds {strangers[0]!r} and no config.json; choose an empty or new folder.")
-  with open(os.path.join(workdir, LOCK_FILE), "w") as lock:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-      raise ValueError(f"Another process is running in --workdir={workdir}; stop it or choose another folder.") from e
-    except OSError:  # a file system without locks
-      pass
-    yield
-
-
-def recognise_run(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
-  """Looks at what an earlier start left in the folder; returns the summary of a run that is finished.
-
-  Raises:
-    ValueError: a damaged run, or one whose config contradicts this one.
-  """
-  path, checkpoints = os.path.join(workdir, "config.json"), os.path.join(workdir, "checkpoints")
-  if os.path.exists(checkpoints) and not os.path.isdir(checkpoints):
-    raise ValueError(f"{checkpoints} is not a folder; choose another --workdir.")
-  if not os.path.exists(path):
-    return None
-  refuse_other_config(config, read_json(path), f"the run in {workdir}")
-  read_lines(os.path.join(workdir, "metrics.jsonl"))  # refuses damaged records before they are rewritten
-  finished = os.path.join(workdir, "summary.json")
-  if not os.path.exists(finished):
-    return None
-  summary = read_json(finished)
-  if summary.get("rounds", 0) >= config.rounds:
-    return summary
-  if not os.path.isdir(checkpoints):
-    raise ValueError(f"The run in {workdir} ended at round {summary.get('rounds')} and its checkpoints are gone, so it "
-                     "cannot be continued; choose another --workdir.")
-  return None
-
-
-def read_json(path: str) -> dict[str, Any]:
-  """The object in a JSON file of a run."""
-  try:
-    with open(path, encoding="utf-8") as f:
-      content = json.load(f)
-    if isinstance(content, dict) and content:
-      return content
-  except ValueError:
-    pass
-  raise ValueError(f"{path} is damaged; restore it, move it away or choose another --workdir.")
-
-
-def write_config(config: ConfigDict, workdir: str) -> None:
-  write_json(os.path.join(workdir, "config.json"), configs.flat(config))
-
-
-def write_json(path: str, content: dict[str, Any]) -> None:
-  """Writes a file that is either whole or not there."""
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
-    json.dump(content, f, indent=2)
-    f.write("\n")
-  os.replace(path + ".tmp", path)
+# --- the run's summary -----------------------------------------------------------------------------------------------
 
 
 def summarise(config: ConfigDict, workdir: str, facts: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CONFIG = ("configs/default.py:rounds=100,inner_steps=2,workers=4,batch_size=2,seq_len=16,eval_every=0,eval_batches=2,"
           "eval_batch_size=4,measure_every=0,checkpoint_every=5,inner.warmup_steps=2,inner.schedule=constant,model.dim=16,"
@@ -17,7 +15,6 @@ CONFIG = ("configs/default.py:rounds=100,inner_steps=2,workers=4,batch_size=2,se
 
 
 def test_a_killed_process_ends_neither_the_run_nor_its_counters(tmp_path):
-  pytest.importorskip("fgd_jax.resize", reason="needs resume on another number of workers")
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = s.getsockname()[1]

@@ -25,8 +25,8 @@ import jax  # noqa: E402  (after the environment)
 
 from fgd_jax import config as configs  # noqa: E402
 from fgd_jax.decoupled.options import POLICIES, environment  # noqa: E402
+from fgd_jax.quarantine import NonFiniteError  # noqa: E402
 from fgd_jax.runlog import show_own_logs  # noqa: E402
-from fgd_jax.train import NonFiniteError  # noqa: E402
 
 USAGE = ("python -m fgd_jax.decoupled --config=FILE[:key=value,...] --workdir=DIR [--ray-address=HOST:PORT] "
          "[--join=N | --replay]")

@@ -22,7 +22,7 @@ from fgd_jax.decoupled.options import check, make_options, refuse_other_run
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, read_tape
 from fgd_jax.decoupled.syncer import checksum, weights_of
-from fgd_jax.train import read_json
+from fgd_jax.folder import read_json
 
 PyTree = Any
 

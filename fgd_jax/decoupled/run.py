@@ -31,8 +31,9 @@ from fgd_jax.decoupled.options import Options, check, make_options, refuse_other
 from fgd_jax.decoupled.programs import Programs, make_model
 from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import SyncerCore
+from fgd_jax.folder import claimed, read_json, write_config, write_json
+from fgd_jax.quarantine import NonFiniteError
 from fgd_jax.runlog import RunLog, read_lines
-from fgd_jax.train import NonFiniteError, claimed, read_json, write_config, write_json
 
 PyTree = Any
 EVENTS = "events.jsonl"
