@@ -68,7 +68,7 @@ def _train(config: ConfigDict, workdir: str) -> dict[str, Any]:
   configs.set_cpu_devices(config)
   workers = configs.make_workers(config)
   corpus = data.load(config.data, config.seq_len, config.seed)
-  data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed)  # refuses small shares
+  data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed)  # or refuses
   heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
   probe = jnp.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
