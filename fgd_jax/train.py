@@ -82,6 +82,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   corpus = distributed.together(
       "the training data", lambda: data.load(config.data, config.seq_len, config.seed), config.limits.stall or 1e6,
       same=lambda c: {"sequences": len(c.train), "held out": len(c.heldout), "unigram loss": repr(c.unigram_loss)})
+  data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, config.seed)  # or refuses
   heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
   model = models.make(configs.make_model_config(config, corpus.vocab_size))
   probe = jnp.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
@@ -141,6 +142,9 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
     report_overlap(executables, workers, round_fn.method, config.inner_steps)
 
   log = RunLog(workdir, start, (tokens[start], tokens[-1])) if distributed.leader() else NoLog()
+  if found is not None and found[0].workers != config.workers:
+    log.events([{"round": start + 1, "step": start * config.inner_steps, "event": "workers", "before": found[0].workers,
+                 "now": config.workers, "cause": f"resume.workers={config.resume.workers}"}])
 
   # --- rounds. Order matters: save before the iterator advances, read a round's metrics after the next is dispatched -
   pending: dict[str, Any] | None = None
