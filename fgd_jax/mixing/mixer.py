@@ -233,11 +233,11 @@ class Mixer:
     with jax.named_scope(self.key):
       return ctx.ring.during(raw, h)
 
-  def finish(self, raw: list[Any], stack: PyTree, ctx: Context) -> PyTree:
-    """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values."""
+  def finish(self, raw: list[Any], stack: PyTree, ctx: Context, whole: bool = False) -> PyTree:
+    """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values; `whole`: see `_mixed`."""
     leaves, ctx = self._wire(stack, ctx)
     patterns = [self._pattern(self.stripe_of(leaves[group[0]][0]), ctx) for group in self._groups(leaves, ctx)]
-    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, leaves, ctx)
+    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, leaves, ctx, whole)
 
   def _assembled(self, got: Any, pattern: Pattern, ctx: Context) -> list[jax.Array]:
     """What was received for a buffer: the sum, or a stack [K, ...] for each term."""
@@ -247,16 +247,28 @@ class Mixer:
             for (_, source), block in zip(pattern.terms, got)]
 
   def _mixed(self, received: list[list[jax.Array]], patterns: list[Pattern], stack: PyTree,
-             wires: list[tuple[str, jax.Array]], ctx: Context) -> PyTree:
-    """The arithmetic behind an exchange, leaf by leaf."""
+             wires: list[tuple[str, jax.Array]], ctx: Context, whole: bool) -> PyTree:
+    """The arithmetic behind an exchange, leaf by leaf.
+
+    `whole`: buffers of several leaves are mixed as they are and unpacked once, so that the program does not grow with
+    leaves times terms; that takes room for one buffer more.
+    """
+    leaves, treedef = jax.tree.flatten(stack)
+    mixed: dict[int, jax.Array] = {}
     parts: dict[int, tuple[list[jax.Array], Pattern]] = {}
     for group, buffers, pattern in zip(self._groups(wires, ctx), received, patterns):
-      unpacked = [self._unpacked(buffer, [wires[i] for i in group], pattern, ctx) for buffer in buffers]
-      parts.update({i: ([leaves[k] for leaves in unpacked], pattern) for k, i in enumerate(group)})
+      like = [wires[i] for i in group]
+      if whole and ctx.packing is not None and len(group) > 1 and pattern.terms and self.codec is None:
+        own = ctx.packing.pack([(wires[i][0], leaves[i]) for i in group], lead=1)
+        out = ctx.packing.unpack(self._mixed_leaf(buffers, own, own, pattern, ctx, None), like, lead=1)
+        mixed.update(zip(group, out))
+      else:
+        unpacked = [self._unpacked(buffer, like, pattern, ctx) for buffer in buffers]
+        parts.update({i: ([got[k] for got in unpacked], pattern) for k, i in enumerate(group)})
     count = parts[len(wires) - 1][0][0][0] if self._counts(ctx) else None
-    leaves, treedef = jax.tree.flatten(stack)
-    return jax.tree.unflatten(treedef, [self._mixed_leaf(parts[i][0], x, wires[i][1], parts[i][1], ctx, count)
-                                        for i, x in enumerate(leaves)])
+    mixed.update({i: self._mixed_leaf(got, leaves[i], wires[i][1], pattern, ctx, count)
+                  for i, (got, pattern) in parts.items() if i < len(leaves)})
+    return jax.tree.unflatten(treedef, [mixed[i] for i in range(len(leaves))])
 
   def _groups(self, leaves: list[tuple[str, Any]], ctx: Context) -> list[list[int]]:
     """Indices of the leaves that travel in one buffer: where they are packed, those of one stripe and dtype."""
@@ -402,7 +414,9 @@ class Mixer:
     choice = ctx.choices.get(self.key, 0)
     ctx = ctx._replace(packing=None, ring=None)
     if isinstance(choice, int) or not self.varying or ctx.placement.devices == 1:
-      return self.finish(self.start(stack, ctx), stack, ctx)
+      if len(self.topology.bank[0].terms) > 1 and ctx.placement.devices > 1:  # or leaves times terms would travel
+        ctx = ctx._replace(packing=_packing_here())
+      return self.finish(self.start(stack, ctx), stack, ctx, whole=True)
     # One branch a pattern, each with a transfer for each buffer and nothing else, so that programs grow little with the
     # bank: leaves share buffers, and the arithmetic stands once, behind the switch.
     leaves, ctx = self._wire(stack, ctx._replace(packing=_packing_here()))
@@ -418,7 +432,7 @@ class Mixer:
       return [self._assembled(got, pattern, fixed) for got, pattern in zip(raw, patterns)]
 
     received = lax.switch(choice, [lambda i=i: branch(i) for i in range(len(self.topology.bank))])
-    return self._mixed(received, [self._traced(choice + stripe) for stripe in stripes], stack, leaves, ctx)
+    return self._mixed(received, [self._traced(choice + stripe) for stripe in stripes], stack, leaves, ctx, whole=True)
 
   def _pattern(self, stripe: int, ctx: Context) -> Pattern:
     """The pattern of this stripe in this round; on one position its sources may be traced (a gather, not a switch)."""
