@@ -275,6 +275,20 @@ def test_a_learner_with_nan_is_left_out_reported_and_seeded_again(x64):
                                                     for o in c["ops"] if c["learner"] == 1] if op[0] == "reseed"]
 
 
+def test_a_learner_that_must_wait_does_not_run_past_its_contribution(x64):
+  core = Cluster(options(**{**ASYNC, "overlap": 0, "quorum": 3})).learners[0]
+  for n in range(4):
+    assert not core.waiting() and core.n == n
+    core.step(batch(0, n))
+  assert core.waiting() and core.offers() == []  # it has heard of no step yet, as after a resume
+  core.receive(Opened(0, 0, 1, False, 1))
+  assert not core.waiting() and len(core.offers()) == 1 and core.waiting()
+  never = Cluster(options(**ASYNC)).learners[0]
+  for n in range(6):
+    never.step(batch(0, n))
+    assert not never.waiting()
+
+
 def test_counters_follow_the_spec(x64):
   o = options(**ASYNC)
   cluster = Cluster(o, speeds=[1.0])
