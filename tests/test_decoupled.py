@@ -18,7 +18,7 @@ from fgd_jax.decoupled.grace import Grace
 from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened
 from fgd_jax.decoupled.merging import Merger, merge, token_weight
 from fgd_jax.decoupled.options import check, fingerprint, refuse_mismatch, schedule_config
-from fgd_jax.decoupled.programs import Programs
+from fgd_jax.decoupled.programs import Programs, make_programs
 from fgd_jax.decoupled.replay import Replay
 from fgd_jax.decoupled.store import Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
@@ -510,6 +510,12 @@ def test_impossible_configs_are_refused_in_a_sentence(arg, words):
     check(get_config(arg))
   assert all(w in str(e.value) for w in words), str(e.value)
   assert "\n" not in str(e.value)
+
+
+def test_a_learner_without_an_accelerator_is_refused_where_one_is_wanted():
+  config = get_config("allow_cpu=false")
+  with pytest.raises(ValueError, match="allow_cpu=False.*decoupled.resources"):
+    make_programs(config, check(config), 256)
 
 
 def test_a_learner_with_another_config_is_refused():
