@@ -36,6 +36,9 @@ MODEL = ("batch_size=4,seq_len=64,eval_batches=8,measure_every=0,eval_every=0,ch
          "data.max_bytes=2000000,inner_steps=24,decoupled.fragments=8,steps=1000000,decoupled.silent_after=3")
 
 
+STILL = 2.0  # seconds without a step of any learner that are not down time: steps and looks take time
+
+
 def failures(seed: int, learners: int, mean: float, seconds: float) -> list[tuple[float, int]]:
   """(time, learner) of every kill, in order."""
   out = []
@@ -56,7 +59,7 @@ def train(config, workdir: str, kills: list[tuple[float, int]], done, platforms:
         time.sleep(0.1)
       began = time.monotonic()
       seen = [(s["n"], s["life"]) for s in run.statuses()]
-      steps, up, samples, recoveries, killed = 0, 0, 0, [], {}
+      steps, down, last, recoveries, killed = 0, 0.0, 0.0, [], {}
       kills = list(kills)
       while not done(run, time.monotonic() - began):
         run.tick()
@@ -74,10 +77,11 @@ def train(config, workdir: str, kills: list[tuple[float, int]], done, platforms:
           elif s["life"] > life and m in killed:
             recoveries.append(now - killed.pop(m))
           seen[m] = s["n"], s["life"]
-        samples, up = samples + 1, up + advanced
-        time.sleep(max(0.1, 1.5 * config.decoupled.pace))
+        if advanced:
+          down, last = down + max(0.0, now - last - STILL), now
+        time.sleep(0.1)
       seconds = time.monotonic() - began
-      return {"seconds": seconds, "inner_steps": steps, "uptime": up / samples, "tokens": run.tokens,
+      return {"seconds": seconds, "inner_steps": steps, "uptime": 1 - down / seconds, "tokens": run.tokens,
               "syncer_steps": run.step, "kills": len(recoveries) + len(killed),
               "recovery_seconds": statistics.mean(recoveries) if recoveries else 0.0, **run.evaluate()}
     finally:

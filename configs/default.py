@@ -144,7 +144,8 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.method.momentum_mixing = placeholder(str)  # gasloc: local | mixed
   c.method.inner_steps = placeholder(str)  # gasloc: steps of each worker, "20;20;10;5"
 
-  c.learners = 4                   # M of python -m fgd_jax.decoupled, which reads neither rounds, workers nor method
+  c.learners = 4                   # M of python -m fgd_jax.decoupled, which reads neither rounds, workers, method, overlap,
+                                   # measure_* nor profile
   c.quorum = 1                     # K, learners without whose contribution a syncer step does not end
   c.steps = 200                    # syncer steps, each of which merges one fragment
 

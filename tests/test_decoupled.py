@@ -18,7 +18,7 @@ from fgd_jax.decoupled.grace import Grace
 from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened
 from fgd_jax.decoupled.merging import Merger, merge, token_weight
 from fgd_jax.decoupled.options import check, fingerprint, refuse_mismatch, schedule_config
-from fgd_jax.decoupled.programs import Programs
+from fgd_jax.decoupled.programs import Programs, make_programs
 from fgd_jax.decoupled.replay import Replay
 from fgd_jax.decoupled.store import Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
@@ -275,6 +275,20 @@ def test_a_learner_with_nan_is_left_out_reported_and_seeded_again(x64):
                                                     for o in c["ops"] if c["learner"] == 1] if op[0] == "reseed"]
 
 
+def test_a_learner_that_must_wait_does_not_run_past_its_contribution(x64):
+  core = Cluster(options(**{**ASYNC, "overlap": 0, "quorum": 3})).learners[0]
+  for n in range(4):
+    assert not core.waiting() and core.n == n
+    core.step(batch(0, n))
+  assert core.waiting() and core.offers() == []  # it has heard of no step yet, as after a resume
+  core.receive(Opened(0, 0, 1, False, 1))
+  assert not core.waiting() and len(core.offers()) == 1 and core.waiting()
+  never = Cluster(options(**ASYNC)).learners[0]
+  for n in range(6):
+    never.step(batch(0, n))
+    assert not never.waiting()
+
+
 def test_counters_follow_the_spec(x64):
   o = options(**ASYNC)
   cluster = Cluster(o, speeds=[1.0])
@@ -496,6 +510,12 @@ def test_impossible_configs_are_refused_in_a_sentence(arg, words):
     check(get_config(arg))
   assert all(w in str(e.value) for w in words), str(e.value)
   assert "\n" not in str(e.value)
+
+
+def test_a_learner_without_an_accelerator_is_refused_where_one_is_wanted():
+  config = get_config("allow_cpu=false")
+  with pytest.raises(ValueError, match="allow_cpu=False.*decoupled.resources"):
+    make_programs(config, check(config), 256)
 
 
 def test_a_learner_with_another_config_is_refused():

@@ -73,7 +73,10 @@ def main(argv: list[str]) -> None:
     logging.error("%s", " ".join(str(e).split()))
     raise SystemExit(2) from e
   except KeyboardInterrupt as e:
-    logging.error("Interrupted; the same command continues from the last checkpoint in %s.", workdir)
+    if flags.FLAGS.join or flags.FLAGS.replay:
+      logging.error("Interrupted.")
+    else:
+      logging.error("Interrupted; the same command continues from the last checkpoint in %s.", workdir)
     raise SystemExit(130) from e
 
 

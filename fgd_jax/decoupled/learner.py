@@ -192,9 +192,12 @@ class LearnerCore:
       self._did("retract", t)
 
   def waiting(self) -> bool:
-    """Whether the next step has to wait for an answer (overlap 0 and merges on arrival only)."""
+    """Whether the next step has to wait: for an answer, or for word of the step that a contribution is due to.
+
+    That is with overlap 0 and with merges on arrival only.
+    """
     return self.options.waits and not self.sick and any(
-        c.open is not None and c.answered == c.open for c in self.channels.values())
+        self.n >= c.due if c.open is None else c.answered == c.open for c in self.channels.values())
 
   def taped(self, syncer: int, count: int) -> None:
     """A syncer has the first `count` operations on its tape."""

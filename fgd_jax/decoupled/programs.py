@@ -32,7 +32,14 @@ def make_model(config: ConfigDict, vocab_size: int) -> tuple[models.Model, Any]:
 
 
 def make_programs(config: ConfigDict, options: Options, vocab_size: int) -> Programs:
-  """The compiled computations of a learner, on the devices of this process."""
+  """The compiled computations of a learner, on the devices of this process.
+
+  Raises:
+    ValueError: too few devices, or only CPU where allow_cpu is False.
+  """
+  if jax.devices()[0].platform == "cpu" and not config.allow_cpu:
+    raise ValueError("allow_cpu=False and a learner found no accelerator, only CPU; set decoupled.resources, such as "
+                     "'GPU=1', so that Ray gives it one, or set allow_cpu=True.")
   model, shapes = make_model(config, vocab_size)
   inside = config.mesh.fsdp * config.mesh.tensor
   mesh = sharding.make_mesh(jax.devices()[:inside], 1, config.mesh.fsdp, config.mesh.tensor) if inside > 1 else None
