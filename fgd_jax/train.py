@@ -95,7 +95,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), config.checkpoint_keep, config)
   found = checkpoints.found()
   if found is None:
-    state = init(first_params(config, model, params_shape))
+    state = init(export.first_params(config, model))
     iterator = read_rounds(config, corpus, checkpoints.progress, workers.local)
   elif found[0].workers == config.workers:
     checkpoints.progress = found[1]
@@ -202,19 +202,6 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
 def due(rounds: int, every: int, last: int) -> bool:
   """Whether something done every `every` rounds (0: never) is done after `rounds` rounds; the last round counts."""
   return bool(every) and (rounds % every == 0 or rounds == last)
-
-
-def first_params(config: ConfigDict, model: models.Model, params_shape: PyTree) -> PyTree:
-  """Fresh parameters, or those of config.init_from in the model's own dtype."""
-  if config.init_from is None:
-    return jax.jit(model.init)(jax.random.key(config.seed))
-  found = export.read_folder(config.init_from, config.model.scan_layers)
-  for key in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "rope_theta", "norm_eps", "tied"):
-    ours, theirs = getattr(model.config, key), getattr(found.model, key)
-    if ours != theirs:
-      raise ValueError(f"init_from={config.init_from!r} has {key}={theirs} and this run model.{key}={ours}; set "
-                       f"model.{key}={theirs}, or start from another folder.")
-  return jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), found.params, params_shape)
 
 
 def read_rounds(config: ConfigDict, corpus: data.Corpus, progress: Progress, local: Sequence[int]

@@ -546,3 +546,8 @@ def test_a_learner_on_a_mesh_of_its_own_has_the_same_numbers(x64):
   halves = [core.w["layers_1"]["mlp"]["kernel"], core.opt[0].mu["layers_0"]["mlp"]["kernel"]]
   assert [{shard.data.shape for shard in x.addressable_shards} for x in halves] == [{(2, 2)}, {(3, 2)}]
   assert difference(*thetas) < 1e-12
+
+
+def test_simulated_faults_are_refused():
+  with pytest.raises(ValueError, match="faults.drop=0.1 has no effect on decoupled learners"):
+    check(get_config("learners=2,quorum=1,faults.drop=0.1"))

@@ -222,12 +222,12 @@ def test_training_starts_from_an_exported_model(run, tmp_path):
   command.main([workdir, f"--out={tmp_path / 'hf'}"])
   config = get_config(TINY + f",init_from={tmp_path / 'hf'}")
   model = models.make(configs.make_model_config(config, 256))
-  first = trainer.first_params(config, model, jax.eval_shape(model.init, jax.random.key(0)))
+  first = export.first_params(config, model)
   jax.tree.map(np.testing.assert_array_equal, first, export.read_run(workdir).params)
   config.model.dim = 32
   model = models.make(configs.make_model_config(config, 256))
   with pytest.raises(ValueError, match="has dim=16 and this run model.dim=32"):
-    trainer.first_params(config, model, jax.eval_shape(model.init, jax.random.key(0)))
+    export.first_params(config, model)
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

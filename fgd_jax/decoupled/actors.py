@@ -30,6 +30,7 @@ from fgd_jax.decoupled.options import fingerprint, make_options
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
+from fgd_jax.export import first_params
 
 POLL_SECONDS = 0.5  # how long a poll without news may take
 CALL_SECONDS = 30.0  # after which a call counts as lost
@@ -56,7 +57,7 @@ class Syncer:
     model, shapes = make_model(config, vocab_size)
     options = make_options(config, shards)
     merger = Merger(options, shapes, config.seed)
-    params = jax.jit(model.init)(jax.random.key(config.seed))
+    params = first_params(config, model)
     self.core = SyncerCore(options, merger, fingerprint(config), params, index)
     self.folder = os.path.join(workdir, "syncer", str(index))
     self.store = Store(self.folder)

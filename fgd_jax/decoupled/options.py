@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optax
@@ -26,7 +26,7 @@ POLICIES = ("decoupled", "delayed_nesterov", "async_mean")
 # many and how patiently, not what a learner or a merge computes. (`steps` also shapes a cosine schedule.)
 FREE_KEYS = ("learners", "quorum", "rounds", "eval_every", "measure_every", "decoupled.grace", "decoupled.grace_cap",
              "decoupled.silent_after", "decoupled.pace", "decoupled.resources", "decoupled.dylu", "checkpoint_every",
-             "checkpoint_keep", "allow_cpu", "cpu_devices", "profile")
+             "checkpoint_keep", "allow_cpu", "cpu_devices", "profile", "limits.start", "limits.stall", "resume.workers")
 DYLU_LEAST = 5  # inner steps of a learner, however slow (arXiv 2401.09135)
 
 
@@ -132,6 +132,7 @@ def check(config: ConfigDict) -> Options:
   if used:
     raise ValueError(f"method.{next(iter(used))}={next(iter(used.values()))!r} has no effect on decoupled learners; set the "
                      "keys under decoupled instead.")
+  refuse_idle(config, ("faults", "network"), "decoupled learners, whose faults are real")
   if config.worker_weights is not None:
     raise ValueError(f"worker_weights={config.worker_weights!r} has no effect on decoupled learners, which are weighted by "
                      "their tokens; unset it.")
@@ -182,6 +183,15 @@ def schedule_config(config: ConfigDict) -> ConfigDict:
   return c
 
 
+def refuse_idle(config: ConfigDict, sections: Sequence[str], where: str) -> None:
+  """Raises ValueError for the first key of these sections that is set although it has no effect."""
+  usual = default()
+  for section in sections:
+    for key, value in config[section].items():
+      if value != usual[section][key]:
+        raise ValueError(f"{section}.{key}={value!r} has no effect on {where}; leave it unset.")
+
+
 def resources(config: ConfigDict) -> dict[str, float]:
   """Ray resources of a learner, by name.
 
@@ -214,7 +224,7 @@ def environment(config: ConfigDict, platforms: str) -> dict[str, str]:
 
 def fingerprint(config: ConfigDict) -> dict[str, Any]:
   """The keys that a learner and the syncer must agree on."""
-  unused = ("method.", "overlap.", "worker")
+  unused = ("method.", "overlap.", "worker", "limits.", "resume.")
   return {key: value for key, value in configs.flat(config).items() if key not in FREE_KEYS and not key.startswith(unused)}
 
 

@@ -22,6 +22,7 @@ from fgd_jax.decoupled.options import check, make_options, refuse_other_run
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, read_tape
 from fgd_jax.decoupled.syncer import checksum, weights_of
+from fgd_jax.export import first_params
 from fgd_jax.folder import read_json
 
 PyTree = Any
@@ -155,7 +156,7 @@ def replay(config: ConfigDict, workdir: str) -> dict[str, Any]:
   options = make_options(config, steps[0]["shards"])
   model, shapes = make_model(config, corpus.vocab_size)
   programs = make_programs(config, options, corpus.vocab_size)
-  player = Replay(programs, Merger(options, shapes, config.seed), jax.jit(model.init)(jax.random.key(config.seed)),
+  player = Replay(programs, Merger(options, shapes, config.seed), first_params(config, model),
                   lambda m: data.worker_batches(corpus.train, m, options.shards, config.batch_size, config.seed), lines)
   compared = player.play()
   first = next((t for t, same in compared if not same), None)

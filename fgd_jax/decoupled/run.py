@@ -31,6 +31,7 @@ from fgd_jax.decoupled.options import Options, check, make_options, refuse_other
 from fgd_jax.decoupled.programs import Programs, make_model
 from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import SyncerCore
+from fgd_jax.export import first_params
 from fgd_jax.folder import claimed, read_json, write_config, write_json
 from fgd_jax.quarantine import NonFiniteError
 from fgd_jax.runlog import RunLog, read_lines
@@ -141,7 +142,7 @@ class Run:
       cuts.close()
       return {}, None, 0
     merger = Merger(options, self._programs.params, self.config.seed)
-    params = jax.jit(model.init)(jax.random.key(self.config.seed))
+    params = first_params(self.config, model)
     cores = [SyncerCore(options, merger, {}, params, s) for s in range(options.syncers)]
     whole = {p: (0, x) for core in cores for p, x in core.theta.items()}
     like = LearnerCore(self._programs, 0, 1, 0, whole).snapshot(0)["arrays"]
