@@ -29,7 +29,7 @@ FREE_KEYS = ("checkpoint_every", "checkpoint_keep", "allow_cpu", "profile", "lim
              "mesh.worker", "mesh.fsdp", "mesh.tensor", "cpu_devices", "overlap.form")
 # Keys that must fit the number of workers, so a run that goes on with another number may change them, too.
 WORKER_KEYS = ("workers", "worker_weights", "method.inner_steps", "method.group_size", "method.mix1", "method.mix2",
-               "method.topology")
+               "method.topology", "network.bandwidth", "network.step_seconds")
 
 
 def flat(config: ConfigDict) -> dict[str, Any]:

@@ -6,13 +6,15 @@ process all of it does nothing. Which processes there are: cluster.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -259,9 +261,34 @@ def preflight(mesh: Mesh | None, seconds: float) -> None:
         raise StartError(f"The all-reduce over the mesh axis {axis!r} gave a wrong sum; a device or a link is broken.")
 
 
+_told = threading.Event()
+
+
+@contextlib.contextmanager
+def heeding_sigterm() -> Iterator[None]:
+  """In a run of one process the first SIGTERM asks for a save (see `preempted`) and a second one ends it at once.
+
+  With several processes jax passes it on to all of them.
+  """
+  if count() > 1 or threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  _told.clear()
+
+  def told(*_: Any) -> None:
+    _told.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+  before = signal.signal(signal.SIGTERM, told)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def preempted(rounds: int) -> bool:
   """Whether this round, the same in all processes, is the one to save and stop at, since one of them got SIGTERM."""
-  return count() > 1 and multihost_utils.reached_preemption_sync_point(rounds)
+  return _told.is_set() if count() == 1 else multihost_utils.reached_preemption_sync_point(rounds)
 
 
 def refuse_silent_cpu() -> None:

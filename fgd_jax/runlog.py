@@ -35,12 +35,14 @@ class RunLog:
     workdir: the run's folder.
     resumed: rounds already done; later lines of an earlier attempt are cut.
     tokens: (done, total), over all workers.
+    own_events: events.jsonl is written by `events` alone, and later lines are cut there, too.
   """
 
-  def __init__(self, workdir: str, resumed: int, tokens: tuple[int, int]):
+  def __init__(self, workdir: str, resumed: int, tokens: tuple[int, int], own_events: bool = True):
     path, self._events = os.path.join(workdir, "metrics.jsonl"), os.path.join(workdir, "events.jsonl")
     cut_lines(path, resumed)
-    cut_lines(self._events, resumed)
+    if own_events:
+      cut_lines(self._events, resumed)
     self._file = open(path, "a", encoding="utf-8")
     self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=resumed + 1)
     self._times: collections.deque[float] = collections.deque(maxlen=6)

@@ -55,13 +55,14 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     ValueError, FileNotFoundError: what cannot work, in one sentence, before the first round.
     NonFiniteError: a non-finite loss or state, naming worker and step; nothing is saved over the last good checkpoint.
     PeerError: another process of the run stopped or did not come.
-    PreemptedError: with several processes, after SIGTERM to one of them and a save.
+    PreemptedError: after SIGTERM (to any process of the run) and a save.
   """
   configs.validate(config)
   distributed.start(configs.flat(config), config.limits.start)
   with contextlib.ExitStack() as stack:
     distributed.by_leader("claiming the run's folder", lambda: stack.enter_context(claimed(workdir)), config.limits.start)
     distributed.shared_file(os.path.join(workdir, LOCK_FILE), config.limits.start)
+    stack.enter_context(distributed.heeding_sigterm())
     watch = stack.enter_context(distributed.Watch(config.limits.stall if distributed.count() > 1 else 0))
     return _train(config, workdir, watch)
 
@@ -93,9 +94,12 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   params_shape = jax.eval_shape(model.init, jax.random.key(config.seed))
   watch.at("The checkpoints were not opened and restored")
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), config.checkpoint_keep, config)
+  distributed.together("the newest checkpoint", checkpoints.latest, limit, same=lambda latest: {"round": latest})
   found = checkpoints.found()
   if found is None:
-    state = init(export.first_params(config, model))
+    first = distributed.together("the first parameters", lambda: export.first_params(config, model), limit,
+                                 same=lambda params: {"init_from": config.init_from and export.checksum(params)})
+    state = init(first)
     iterator = read_rounds(config, corpus, checkpoints.progress, workers.local)
   elif found[0].workers == config.workers:
     checkpoints.progress = found[1]

@@ -140,7 +140,7 @@ lost_another() { [ "$1" = 4 ] || [ "$1" = 134 ]; }
 places=()
 fewer=()
 supervise() {
-  local restarts=$1 elastic=$2 workdir=$3 attempt=0 status workers
+  local restarts=$1 elastic=$2 workdir=$3 attempt=0 status workers known=""
   if [ "$elastic" = true ] && [ "$restarts" -lt $((${#places[@]} - 1)) ]; then restarts=$((${#places[@]} - 1)); fi
   trap pass_on TERM INT
   while true; do
@@ -150,8 +150,9 @@ supervise() {
     if [ -n "$interrupted" ] || [ "$attempt" -ge "$restarts" ]; then exit "$status"; fi
     case "$status" in 0|2|130|143) exit "$status" ;; esac
     attempt=$((attempt + 1))
-    if [ "$elastic" = true ] && [ "${#places[@]}" -gt 1 ] && workers=$(workers_of "$workdir"); then
+    if [ "$elastic" = true ] && [ "${#places[@]}" -gt 1 ] && workers=${known:-$(workers_of "$workdir")} && [ -n "$workers" ]; then
       workers=$((workers - workers / ${#places[@]}))
+      known=$workers  # the run may die again before its folder says so
       echo "$script: process $failed (${places[$failed]}) died with status $status; going on from the last checkpoint with" \
         "$((${#places[@]} - 1)) processes and $workers workers." >&2
       unset "places[$failed]"

@@ -27,7 +27,11 @@ if [ -z "$dry_run" ] && ! command -v kubectl > /dev/null; then
   fail "kubectl was not found; install it and get the cluster's credentials."
 fi
 find_python
-case "$opt_workdir" in /*) workdir=$opt_workdir ;; *) workdir=/runs/$opt_workdir ;; esac
+case "$opt_workdir" in
+  /runs/*) workdir=$opt_workdir ;;
+  /*) fail "--workdir=$opt_workdir must be below /runs, where the bucket or claim is mounted, or a relative path there." ;;
+  *) workdir=/runs/$opt_workdir ;;
+esac
 spot=()
 if [ "$opt_spot" = true ]; then spot=(--spot); fi
 manifest=$("$python" launch/jobset.py "--name=$opt_name" "--namespace=$opt_namespace" "--image=$opt_image" \

@@ -19,6 +19,7 @@ from typing import Any
 
 SCHEMA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "jobset.schema.json")
 KUBERNETES = "1.32"
+CANNOT_WORK = 2  # exit status of a run that would fail again
 PORTS = (8471, 8080, 8431, 8482)  # TPU processes, slices, metrics, jax's coordinator
 
 
@@ -74,8 +75,9 @@ def render(args: argparse.Namespace) -> dict[str, Any]:
   if args.claim:
     volume["persistentVolumeClaim"] = {"claimName": args.claim}
   else:
+    options = "implicit-dirs,rename-dir-limit=200000"  # checkpoints are committed by renaming a folder
     volume["csi"] = {"driver": "gcsfuse.csi.storage.gke.io",
-                     "volumeAttributes": {"bucketName": args.bucket, "mountOptions": "implicit-dirs"}}
+                     "volumeAttributes": {"bucketName": args.bucket, "mountOptions": options}}
   pod: dict[str, Any] = {
       "nodeSelector": selector,
       "restartPolicy": "Never",
@@ -94,12 +96,14 @@ def render(args: argparse.Namespace) -> dict[str, Any]:
   if args.bucket:
     template = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}, **template}
   hosts = chips // per_host
-  job = {"parallelism": hosts, "completions": hosts, "completionMode": "Indexed", "backoffLimit": 0, "template": template}
+  job = {"parallelism": hosts, "completions": hosts, "completionMode": "Indexed", "backoffLimit": 0, "template": template,
+         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [CANNOT_WORK]}}]}}
   return {
       "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet",
       "metadata": {"name": args.name, "namespace": args.namespace,
                    "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}},
-      "spec": {"failurePolicy": {"maxRestarts": args.restarts},
+      "spec": {"failurePolicy": {"maxRestarts": args.restarts, "rules": [
+                   {"name": "cannot-work", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]},
                "replicatedJobs": [{"name": "slice", "replicas": args.slices, "template": {"spec": job}}]}}
 
 

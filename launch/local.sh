@@ -21,10 +21,17 @@ find_python
 for ((i = 0; i < opt_processes; i++)); do places+=("$opt_platform $i"); done
 if [ "$opt_platform" = gpu ]; then train_options+=(--config.allow_cpu=false); fi
 
+# The number of GPU i among those that CUDA_VISIBLE_DEVICES leaves.
+visible() {
+  local devices
+  IFS=, read -r -a devices <<< "${CUDA_VISIBLE_DEVICES:-}"
+  echo "${devices[$1]:-$1}"
+}
+
 launch() {
   local i place
   for i in "${!places[@]}"; do
-    if [ "$opt_platform" = cpu ]; then place=JAX_PLATFORMS=cpu; else place=CUDA_VISIBLE_DEVICES=${places[$i]#gpu }; fi
+    if [ "$opt_platform" = cpu ]; then place=JAX_PLATFORMS=cpu; else place=CUDA_VISIBLE_DEVICES=$(visible "${places[$i]#gpu }"); fi
     start "$opt_workdir/logs/process-$i.log" env "FGD_COORDINATOR=localhost:$opt_port" "FGD_NUM_PROCESSES=${#places[@]}" \
       "FGD_PROCESS_ID=$i" "$place" "$python" -m fgd_jax.train "--config=$opt_config" "--workdir=$opt_workdir" \
       ${train_options[@]+"${train_options[@]}"} ${fewer[@]+"${fewer[@]}"}

@@ -17,9 +17,10 @@ parse_options "workers=4 rate=10mbit delay= methods=diloco,GlobalM1,GlobalM1Loca
                config=configs/quickstart.py:inner_steps=20,model.scan_layers=true workdir=runs/local_wan" "$@"
 for name in workers rounds timeout; do variable=opt_$name; whole "$name" "${!variable}"; done
 if [ "$opt_workers" -lt 2 ] || [ "$opt_workers" -gt 200 ]; then fail "--workers=$opt_workers must be from 2 to 200."; fi
-case "$opt_rate" in [1-9]*[kmg]bit) ;; *) fail "--rate=$opt_rate must be such as 10mbit, 500kbit or 1gbit." ;; esac
-case "${opt_delay%ms}" in *[!0-9.]*) fail "--delay=$opt_delay must be such as 20ms." ;; esac
-case "$opt_delay" in ''|*ms) ;; *) fail "--delay=$opt_delay must be such as 20ms." ;; esac
+if ! [[ $opt_rate =~ ^[1-9][0-9]*[kmg]bit$ ]]; then fail "--rate=$opt_rate must be such as 10mbit, 500kbit or 1gbit."; fi
+if ! [[ $opt_delay =~ ^([0-9]+(\.[0-9]+)?ms)?$ ]]; then fail "--delay=$opt_delay must be such as 20ms."; fi
+case "$opt_config" in *:*) config=$opt_config ;; *) config=$opt_config: ;; esac
+for option in ${train_options[@]+"${train_options[@]}"}; do config=$config,${option#--config.}; done
 if [ -z "$dry_run" ]; then
   for tool in ip tc; do
     if ! command -v "$tool" > /dev/null; then fail "$tool was not found; install iproute2."; fi
@@ -113,7 +114,7 @@ for ((i = 0; i < opt_workers; i++)); do
   start "$opt_workdir/logs/process-$i.log" ip netns exec "fgdwan$i" timeout --kill-after=10 "$opt_timeout" env JAX_PLATFORMS=cpu \
     XLA_FLAGS=--xla_cpu_multi_thread_eigen=false "FGD_COORDINATOR=$(address 0):8476" "FGD_NUM_PROCESSES=$opt_workers" \
     "FGD_PROCESS_ID=$i" "PYTHONPATH=$root" "JAX_COMPILATION_CACHE_DIR=$opt_workdir/compiled" \
-    "$python" benchmarks/local_wan.py "--config=$opt_config,workers=$opt_workers" "--workdir=$opt_workdir" \
+    "$python" benchmarks/local_wan.py "--config=$config,workers=$opt_workers" "--workdir=$opt_workdir" \
     "--methods=$opt_methods" "--rate=$opt_rate" "--rounds=$opt_rounds"
 done
 status=0

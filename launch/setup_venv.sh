@@ -30,5 +30,6 @@ setup_venv() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
     echo "$stamp" > "$venv/.installed-$extras"
   fi
-  export PATH="$root/$venv/bin:$PATH"
+  case "$venv" in /*) ;; *) venv=$root/$venv ;; esac
+  export PATH="$venv/bin:$PATH"
 }

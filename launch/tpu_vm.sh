@@ -52,7 +52,10 @@ create() {
   else request+=("--node-count=$opt_slices" "--node-prefix=$opt_name"); fi
   if [ "$opt_spot" = true ]; then request+=(--spot); fi
   run "${request[@]}"
-  until active; do sleep 30; done
+  until active; do
+    sleep 30 & wait $! || true
+    if [ -n "$interrupted" ]; then exit 130; fi
+  done
 }
 
 state() { run gcloud compute tpus queued-resources describe "$opt_name" "${where[@]}" "--format=value(state.state)"; }
@@ -81,7 +84,7 @@ setup() {
   if [ -n "$opt_bucket" ]; then
     missing="echo 'gcsfuse is missing in this image; see launch/README.md' >&2; exit 1;"
     prepare+=" && { command -v gcsfuse > /dev/null || { $missing }; } && mkdir -p ~/bucket"
-    prepare+=" && { mountpoint -q ~/bucket || gcsfuse --implicit-dirs $(quoted "$opt_bucket") ~/bucket; }"
+    prepare+=" && { mountpoint -q ~/bucket || gcsfuse --implicit-dirs --rename-dir-limit=200000 $(quoted "$opt_bucket") ~/bucket; }"
   fi
   for node in "${nodes[@]}"; do
     run gcloud compute tpus tpu-vm scp "$archive" "$node:" "${where[@]}" --worker=all || return
@@ -128,12 +131,16 @@ case "$opt_action" in
       create
       setup || status=$?
       if [ "$status" = 0 ]; then train || status=$?; fi
+      if [ -n "$interrupted" ]; then
+        echo "$script: interrupted. The machines are still there and cost money: --action=run goes on, --action=delete ends it." >&2
+        exit "$status"
+      fi
       logs
       # ssh's status does not say why a run ended: only machines that are gone are worth another queue.
       lost=""
       if [ "$status" != 0 ] && [ "$(state)" != ACTIVE ]; then lost=1; fi
       delete
-      if [ -z "$lost" ] || [ -n "$interrupted" ] || [ "$attempt" -ge "$opt_restarts" ]; then exit "$status"; fi
+      if [ -z "$lost" ] || [ "$attempt" -ge "$opt_restarts" ]; then exit "$status"; fi
       attempt=$((attempt + 1))
       echo "$script: preempted; queued again ($attempt of $opt_restarts)." >&2
     done ;;

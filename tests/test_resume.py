@@ -1,5 +1,6 @@
 """Going on with another number of workers or another mesh: what workers start from, what they read, what is counted."""
 
+import collections
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import fgd_jax as fgd
 from fgd_jax import checkpoint, data, resize
 from fgd_jax import train as trainer
-from fgd_jax.data.deal import worker_orders
+from fgd_jax.data.deal import _Deal, worker_orders
 from fgd_jax.default_config import get_config
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -212,6 +213,21 @@ def test_no_sequence_is_read_twice_in_the_first_pass(sequences, earlier, workers
   if (sequences - len(seen)) == 0:
     assert sorted(seen) == list(range(sequences))
   np.testing.assert_array_equal(read(worker_orders(sequences, workers, seed, earlier), left), read(orders, left))  # pure
+
+
+@pytest.mark.parametrize("sequences, deals", [(10, [(3, 23), (2, 0), (2, 12)]), (6, [(5, 10), (1, 2), (3, 1), (3, 11)]),
+                                              (7, [(4, 15), (3, 1), (2, 2), (2, 10)])])
+def test_no_sequence_is_read_twice_in_any_pass(sequences, deals):
+  """Several changes close together, workers passes apart: every (pass, sequence) at most once, and none is left out."""
+  deal, seen = _Deal(sequences, deals[0][0], 1, 0, 0, []), collections.Counter()
+  for number, (workers, examples) in enumerate(deals, 1):
+    for m in range(workers):
+      seen.update((deal._place(m, i)[0], sequence) for i, sequence in enumerate(read([deal.order(m)], examples)))
+    complete = min(deal._place(m, examples)[0] for m in range(workers))
+    if number < len(deals):
+      deal = deal.after(examples, deals[number][0], number)
+  assert max(seen.values()) == 1
+  assert all((k, sequence) in seen for k in range(complete) for sequence in range(sequences))
 
 
 def test_passes_stay_whole_when_workers_had_drifted_apart():

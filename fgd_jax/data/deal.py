@@ -66,7 +66,8 @@ class _Deal:
   def after(self, examples: int, workers: int, number: int) -> _Deal:
     """The deal to `workers` when every worker has read `examples`."""
     places = [self._place(m, examples) for m in range(self._workers)]
-    first, last = min(k for k, _ in places), max(k for k, _ in places)
+    first = min(k for k, _ in places)
+    last = max(*(k for k, _ in places), self._first + len(self._begun) - 1)  # also begun passes that nobody has reached
     begun = []
     for k in range(first, last + 1):
       rests = [self._share(m, k, offset if at == k else 0) for m, (at, offset) in enumerate(places) if at <= k]

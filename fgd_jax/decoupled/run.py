@@ -125,7 +125,7 @@ class Run:
     self._closing = False
     expected = (self.options.steps + self.options.fragments) * self.options.interval * self.options.batch_tokens
     done = lines[-1]["tokens"] if lines else 0
-    self.log = RunLog(self.workdir, start, (done, max(done, expected * self.options.learners)))
+    self.log = RunLog(self.workdir, start, (done, max(done, expected * self.options.learners)), own_events=False)
     self._board = Dashboard()
     self._tokens = done
     self._loss = lines[-1]["train_loss"] if lines else math.log(corpus.vocab_size)
@@ -333,7 +333,7 @@ class Run:
     self._write_event({"time": time.time(), "actor": actor, "event": event, "cause": cause, "syncer_step": self.step})
 
   def _write_event(self, event: dict[str, Any]) -> None:
-    self._events.write(json.dumps(event) + "\n")
+    self._events.write(json.dumps({**event, "round": event["syncer_step"]}) + "\n")
     self._events.flush()
     tqdm.write(f"{event['actor']}: {event['event']} ({event['cause']})", file=sys.stderr)
 

@@ -9,7 +9,6 @@ DIR is a run's --workdir; `sample` also takes a FOLDER that was exported. Back i
 from __future__ import annotations
 
 import argparse
-import codecs
 import json
 import os
 import sys
@@ -82,10 +81,15 @@ def sample(args: argparse.Namespace) -> None:
     print(json.dumps({"prompt": args.prompt, "tokens": drawn, "text": text, "source": found.source}))
     return
   print(args.prompt, end="", flush=True)
-  pieces = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
-  for token in tokens:
-    print(pieces.decode(found.tokenizer.decode([token])), end="", flush=True)
-  print(pieces.decode(b"", final=True))
+  drawn, shown = [], ""
+  for token in tokens:  # a token's text may depend on those before it, and a character may be several tokens
+    drawn.append(token)
+    text = found.tokenizer.decode(drawn).decode("utf-8", errors="replace")
+    whole = text.rstrip("\ufffd")
+    if whole.startswith(shown):
+      print(whole[len(shown):], end="", flush=True)
+      shown = whole
+  print(text[len(shown):] if drawn and text.startswith(shown) else "")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from fgd_jax.report.runs import Run  # noqa: E402
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
 _STYLE: Any = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-               "axes.axisbelow": True, "legend.frameon": False, "figure.dpi": 100}
+               "axes.axisbelow": True, "legend.frameon": False, "figure.dpi": 100, "text.parse_math": False}
 
 
 class Figure(NamedTuple):

@@ -32,7 +32,7 @@ def measured_step_seconds(runs: list[Run]) -> float | None:
   """The median over runs of the seconds that an inner step took where they were trained; None without measurements."""
   seconds = []
   for run in runs:
-    rounds = [b["tokens"] - a["tokens"] for a, b in zip(run.records, run.records[1:])]
+    rounds = [b["tokens"] - a["tokens"] for a, b in zip(run.records, run.records[1:]) if "tokens" in a and "tokens" in b]
     speeds = [r["tokens_per_second"] for r in run.records if r.get("tokens_per_second")]
     if rounds and speeds:
       seconds.append(float(np.median(rounds)) / float(np.median(speeds)) / run.config["inner_steps"])

@@ -88,7 +88,10 @@ def read(folder: str, name: str) -> Run:
     events = read_lines(os.path.join(folder, "events.jsonl"))
   except ValueError as e:
     problem = problem or f"{e}"
-  rounds = config.get("rounds")
+  decoupled = os.path.isdir(os.path.join(folder, "syncer"))
+  if decoupled:  # a round in its records is a syncer step; there is no SPMD round to simulate
+    config = {**config, "method.name": f"decoupled/{config.get('decoupled.policy')}"}
+  rounds = config.get("steps" if decoupled else "rounds")
   done = records[-1]["round"] if records else 0
   if problem is None and not records:
     problem = "No round is recorded yet."
