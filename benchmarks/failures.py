@@ -111,7 +111,7 @@ def plot(path: str, tables: list[list[str]], losses: dict[str, tuple[list[float]
   right.set_ylabel("compute utilisation (%)")
   right.legend()
   for axes in (left, right):
-    axes.set_xticks(range(len(losses)), losses, rotation=20)
+    axes.set_xticks(range(len(losses)), losses, rotation=20, ha="right")
     axes.grid(axis="y", alpha=0.3)
   figure.savefig(path, dpi=120)
 

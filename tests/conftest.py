@@ -1,8 +1,14 @@
 """Eight virtual CPU devices for the mesh tests; float64 only where a test asks for it."""
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the same programs are compiled by many tests, in several processes
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="fgd_jax_compiled_")
+  atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

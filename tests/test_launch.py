@@ -85,7 +85,7 @@ def test_dry_run_works_with_defaults_and_touches_nothing(name, tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_config_workdir_and_keys_reach_the_command_unharmed(name):
   config = "--config=configs/default.py:workers=8,method=LocalM1M2"
-  done = launch(name, "--dry-run", config, "--workdir=/shared/run 1", NASTY)
+  done = launch(name, "--dry-run", config, "--workdir=/runs/run 1", NASTY)
   assert done.returncode == 0, done.stderr
   found, files = commands(done.stdout)
   words = [word for command in found for word in command]
@@ -98,13 +98,14 @@ def test_config_workdir_and_keys_reach_the_command_unharmed(name):
   for _ in range(2):  # a shell on another host, and the bash that it starts
     words += [inner for word in words if "fgd_jax.train" in word and " " in word
               for inner in shlex.split(word.removeprefix("--command="))]
-  assert NASTY in words and "--workdir=/shared/run 1" in words and config in words
+  assert NASTY in words and "--workdir=/runs/run 1" in words and config in words
 
 
 @pytest.mark.parametrize("name, options, words", [
     ("local", ["--process=3"], ["--process is unknown", "--help"]),
     ("local", ["--processes=two"], ["--processes=two", "whole number"]),
     ("local", ["workdir"], ["workdir is not an option", "--name=value"]),
+    ("gke", ["--dry-run", "--workdir=/data/a"], ["--workdir=/data/a must be below /runs"]),
     ("local", ["--platform=npu"], ["--platform=npu", "cpu or gpu"]),
     ("ssh", [], ["--hosts=a,b is needed"]),
     ("ssh", ["--hosts=a,,b"], ["--hosts=a,,b"]),
@@ -152,7 +153,7 @@ def test_missing_tools_are_named(tmp_path):
     ("slurm", ["--nodes=4", "--gpus-per-node=8", "--partition=a100"]),
     ("gke", ["--image=reg/fgd:1", "--bucket=b", "--slices=2"]), ("decoupled", ["--submit=http://head:8265"])])
 def test_what_is_executed_is_what_a_dry_run_prints(name, options, tools, tmp_path):
-  options = [*options, f"--workdir={tmp_path}/run 1", NASTY]
+  options = [*options, f"--workdir={'/runs' if name == 'gke' else tmp_path}/run 1", NASTY]
   printed, files = commands(launch(name, *options, "--dry-run", environment=tools.environment).stdout)
   assert not tools.calls()
   done = launch(name, *options, environment=tools.environment)

@@ -268,23 +268,27 @@ def test_gradient_accumulation_trains_alike(tmp_path, finished):
 
 @pytest.mark.parametrize("method", ["GlobalM1LocalM2", "data_parallel"])
 def test_killed_runs_continue_bit_for_bit(method, tmp_path):
-  """SIGKILL in mid-round and during a save, then the same command: the same metrics and the same final state."""
+  """Killed in mid-round (SIGKILL; or SIGTERM, which saves first) and during a save, then the same command: the same metrics
+  and the same final state."""
   options = [f"--config.method.name={method}", "--config.rounds=30", "--config.measure_every=0"]
   whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
   reference = run(whole, *options)
   assert reference.returncode == 0, reference.stderr
   metrics = os.path.join(broken, "metrics.jsonl")
 
-  def kill_when(ready):
+  def kill_when(ready, how=signal.SIGKILL):
     process = subprocess.Popen(command(broken, *options), cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
     until = time.time() + 300
     while not ready() and process.poll() is None and time.time() < until:
       time.sleep(0.001)
     assert process.poll() is None, "the run ended before it could be killed"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(how)
+    return process.wait()
 
-  kill_when(lambda: os.path.exists(metrics) and len(open(metrics).readlines()) >= 5)  # between two saves, in mid-round
+  how = signal.SIGKILL if method == "GlobalM1LocalM2" else signal.SIGTERM
+  status = kill_when(lambda: os.path.exists(metrics) and len(open(metrics).readlines()) >= 5, how)  # in mid-round
+  if how == signal.SIGTERM:
+    assert status == 128 + how and os.path.isdir(os.path.join(broken, "checkpoints", str(len(lines(broken)))))
   before = len(lines(broken))
   kill_when(lambda: any(int(os.path.basename(p).split(".")[0]) > before for p in
                         glob.glob(os.path.join(broken, "checkpoints", "*.orbax-checkpoint-tmp"))))  # during a save
