@@ -7,14 +7,16 @@ the coordinator's port for a moment, all others call in, and everybody gets the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 OURS = ("FGD_COORDINATOR", "FGD_NUM_PROCESSES", "FGD_PROCESS_ID")
+LATE_SECONDS = 2.0  # in which those who come after a contradiction hear of it, too
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # what jax reads
 SLICES = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
 
@@ -179,7 +181,9 @@ def _answer(cluster: Cluster, own: Mapping[str, Any], until: float, seconds: flo
                        "another port.") from e
     callers: dict[int, tuple[socket.socket, Mapping[str, Any]]] = {}
     waiting, problem = [], ""
-    for connection, message in _messages(server, stack, until):
+    limit = until
+    messages = _messages(server, stack, lambda: limit)
+    for connection, message in messages:
       waiting.append(connection)
       problem = _contradiction(own, message, callers)
       if problem:
@@ -193,21 +197,23 @@ def _answer(cluster: Cluster, own: Mapping[str, Any], until: float, seconds: flo
                  f"{_ranges(missing)} missing (process 0 is on host {own['host']}); start the same command on all of them, "
                  "and see that they reach "
                  f"{cluster.coordinator}.")
-    for connection in waiting:
+    answer = json.dumps({"problem": problem}).encode() + b"\n"
+    limit = time.monotonic() + LATE_SECONDS if problem else 0.0
+    for connection in itertools.chain(waiting, (connection for connection, _ in messages)):
       with contextlib.suppress(OSError):
         connection.settimeout(5)
-        connection.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+        connection.sendall(answer)
   if problem:
     raise StartError(problem)
 
 
-def _messages(server: socket.socket, stack: contextlib.ExitStack, until: float
+def _messages(server: socket.socket, stack: contextlib.ExitStack, until: Callable[[], float]
               ) -> Iterator[tuple[socket.socket, Mapping[str, Any]]]:
   """Connections that sent a first line that is ours, until the time is up; others (port scans) are dropped."""
   selector = stack.enter_context(selectors.DefaultSelector())
   selector.register(server, selectors.EVENT_READ)
   received: dict[Any, bytes] = {}
-  while (left := until - time.monotonic()) > 0:
+  while (left := until() - time.monotonic()) > 0:
     for key, _ in selector.select(left):
       if key.fileobj is server:
         connection, _ = server.accept()
