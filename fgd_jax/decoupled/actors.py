@@ -450,6 +450,7 @@ class Learner:
     if answer == "late" and self.core is core:
       inbox.put(("late", p, c.t, c.seq))
     if answer == "lost":
+      time.sleep(RETRY_SECONDS)
       if self.core is core:
         inbox.put(("lost", s, p, c.t, c.seq))
       return  # how long nobody answered says nothing of the network

@@ -71,7 +71,7 @@ def check_room(config: ConfigDict, options: Options, there: Mapping[str, float])
     room = there.get(name, 0) - (options.syncers if name == "CPU" else 0)
     if count * options.quorum > room:
       raise ValueError(f"Ray has {max(room, 0):g} {name} for learners that reserve {count:g} each, and quorum="
-                       f"{options.quorum} of them have to run; change decoupled.resources or quorum, or add machines to the cluster.")
+                       f"{options.quorum} of them have to run; change decoupled.resources or quorum, or add machines.")
     if count * options.learners > room:
       logging.warning("Ray has %g %s for learners=%d that reserve %g each; some will wait for a place.", room, name,
                       options.learners, count)

@@ -23,8 +23,8 @@ from fgd_jax.outer.merge import Aggregator, make_aggregator
 
 POLICIES = ("decoupled", "delayed_nesterov", "async_mean")
 # Keys that may differ between starts of one run, and between a learner that joins and the run: they say how long, with how
-# many and how patiently, not what a learner or a merge computes. (`steps` also shapes a cosine
-# schedule; with merges on arrival `learners` scales the outer step, and is not free.)
+# many and how patiently, not what a learner or a merge computes. (`steps` also shapes a cosine schedule;
+# with merges on arrival `learners` scales the outer step, and is not free.)
 FREE_KEYS = ("learners", "quorum", "rounds", "eval_every", "measure_every", "decoupled.grace", "decoupled.grace_cap",
              "decoupled.silent_after", "decoupled.pace", "decoupled.resources", "decoupled.dylu", "checkpoint_every",
              "checkpoint_keep", "allow_cpu", "cpu_devices", "profile", "limits.start", "limits.stall", "resume.workers")
