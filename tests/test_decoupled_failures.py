@@ -275,3 +275,83 @@ def test_runs_in_folders_of_the_same_name_have_names_of_their_own(tmp_path):
   run = pytest.importorskip("fgd_jax.decoupled.run", reason="needs ray")
   names = {run.namespace_of(str(tmp_path / folder / "run")) for folder in ("a", "b", "a/../b")}
   assert len(names) == 2 and all(name.startswith("fgd_jax run ") for name in names)
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet():
+  """A run whose actors have never answered, as far as `tick` looks at it, and the module."""
+  run = pytest.importorskip("fgd_jax.decoupled.run", reason="needs ray")
+  made = object.__new__(run.Run)
+  made.workdir, made.options, made._start = "folder", options(**RULES), time.monotonic() + 100
+
+  def watched(name):
+    one = run.Watched(name, None, None)
+    one._again = float("inf")
+    return one
+
+  made._watched_syncers = [watched("syncer 0")]
+  made._watched_learners = [watched(f"learner {m}") for m in range(3)]
+  made._lines = {}
+  return run, made
+
+
+def test_learners_that_never_get_a_place_end_the_run(quiet):
+  run, made = quiet
+  made.step = 0
+  made.tick()
+  made._start = 0.0
+  with pytest.raises(ValueError, match="Ray has started 0 learners within 180 s, and quorum=1"):
+    made.tick()
+  made._watched_learners[1].last = {"failure": None}
+  made.tick()
+  assert made._start is None
+
+
+def test_a_syncer_that_does_not_start_again_ends_the_run(quiet):
+  run, made = quiet
+  made.step = 0
+  made._watched_syncers[0].down = time.monotonic(), "No space left on device"
+  made.tick()
+  made._watched_syncers[0].down = time.monotonic() - run.cluster.START_SECONDS - 1, "No space left on device"
+  with pytest.raises(ValueError, match="syncer 0 has died .*No space left on device.*the same command continues"):
+    made.tick()
+
+
+def test_tokens_of_two_syncers_do_not_fall(quiet, monkeypatch):
+  run, made = quiet
+  written = []
+  made.config = get_config("eval_every=0,checkpoint_every=0")
+  made.log = type("Log", (), {"speed": lambda self, tokens: tokens, "write": lambda self, line: written.append(line)})()
+  made.step, made._tokens, made._loss = 0, 0, 5.0
+  made.options = options(**{**RULES, "steps": 9})
+  heard = [100, 80, 120]  # the second syncer has not heard of as many inner steps as the first one
+  kept = dict.fromkeys(("fragment", "learners", "quorum_seconds", "grace_seconds", "sync_seconds", "outer_gradient_norm",
+                        "bytes_received"), 0)
+  made._lines = {t: {**kept, "step": t, "tokens": tokens, "contributions": [], "inner_steps": {0: t}}
+                 for t, tokens in enumerate(heard, 1)}
+  made._write_lines()
+  assert [line["tokens"] for line in written] == [100, 100, 120]
+  assert [line["tokens_per_second"] for line in written] == [100, 0, 20]
+
+
+def test_the_last_checkpoint_waits_for_a_syncer_that_starts_again(quiet, monkeypatch):
+  run, made = quiet
+  calls = []
+
+  def save():
+    calls.append("save")
+    if len(calls) < 3:
+      raise run.ray.exceptions.RayActorError
+    return 7
+
+  made._saving, made.save = None, save
+  made.cuts = type("Cuts", (), {"wait": lambda self: calls.append("wait")})()
+  monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
+  assert made.finish() == 7 and calls == ["save"] * 3 + ["wait"]
+  calls.clear()
+  monkeypatch.setattr(run.cluster, "START_SECONDS", -1.0)
+  with pytest.raises(ValueError, match="last checkpoint was not saved.*the one before in folder"):
+    made.finish()

@@ -57,7 +57,7 @@ class Watched:
     self.name, self.handle, self._ask = name, handle, ask
     self._call: Any = None
     self._again = 0.0
-    self.down = False
+    self.down: tuple[float, str] | None = None  # since when, and why
     self.last: dict[str, Any] = {}
 
   def look(self, note: Callable[[str, str, str], None]) -> dict[str, Any] | None:
@@ -74,12 +74,12 @@ class Watched:
       self.last = ray.get(call)
     except ray.exceptions.RayActorError as e:
       self._again = time.monotonic() + 0.5
-      if not self.down:
-        self.down = True
-        note(self.name, "died", " ".join(str(e).split())[:300])
+      if self.down is None:
+        self.down = time.monotonic(), " ".join(str(e).split())[:300]
+        note(self.name, "died", self.down[1])
       return None
-    if self.down:
-      self.down = False
+    if self.down is not None:
+      self.down = None
       note(self.name, "restarted", f"by Ray, process {self.last['pid']}")
     return self.last
 
@@ -109,7 +109,6 @@ class Run:
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
     cluster.check_room(config, self.options, ray.cluster_resources())
-    self._start: float | None = time.monotonic() + cluster.START_SECONDS  # until when enough learners have to have a place
     tapes = [os.path.join(self.workdir, "syncer", str(s), TAPE) for s in range(self.options.syncers)]
     old = [sum("event" in line for line in read_tape(tape)) for tape in tapes]  # events that events.jsonl has
     self.syncers = cluster.start_syncers(config, self.options, corpus.vocab_size, self.workdir)
@@ -118,6 +117,7 @@ class Run:
     self._watched_learners: list[Watched] = []
     for m in range(self.options.learners):
       self.add_learner(m, saved.get(m))
+    self._start: float | None = time.monotonic() + cluster.START_SECONDS  # until when enough learners have to have a place
     self._known = [[0, count] for count in old]  # records and events that were read
     ask = lambda s: lambda handle: handle.news.remote(*self._known[s])
     self._watched_syncers = [Watched(f"syncer {s}", handle, ask(s)) for s, handle in enumerate(self.syncers)]
@@ -219,6 +219,9 @@ class Run:
             self._lines[record["step"]] = record
         self._known[s][0] += len(news["records"])
         self._known[s][1] += len(news["events"])
+      if watched.down is not None and time.monotonic() - watched.down[0] > cluster.START_SECONDS:
+        raise ValueError(f"The {watched.name} has died and did not start again within {cluster.START_SECONDS:.0f} s "
+                         f"({watched.down[1]}); the same command continues from the last checkpoint in {self.workdir}.")
     for watched in self._watched_learners:
       before = watched.last.get("failure")
       status = watched.look(self.note)
