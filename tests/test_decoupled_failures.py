@@ -1,8 +1,12 @@
 """Decoupled DiLoCo when something fails, without Ray processes: rules of the cores, files, threads of the actors."""
 
 import json
+import queue
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -245,6 +249,54 @@ def test_a_learner_fails_for_good_where_it_is_refused_and_starts_again_otherwise
   assert fails(None, RuntimeError("no memory")) == ([], "RuntimeError: no memory")
   assert fails("trains", ValueError("A refusal.")) == ([], "A refusal.")
   assert fails("trains", OSError(28, "No space left"))[0] == [1]
+
+
+def test_a_learner_joins_all_syncers_as_the_first_one_counts(actors, monkeypatch):
+  heard = []
+
+  def answering(life, cut):
+    def join(number, actor, keys, life_so_far):
+      heard.append((number, life_so_far))
+      return {"learner": 2, "life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
+    return SimpleNamespace(join=SimpleNamespace(remote=join))
+
+  monkeypatch.setattr(actors.ray, "get", lambda x, timeout=None: x)
+  monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "a"))
+  learner = object.__new__(actors.Learner)
+  learner.config, learner.number, learner.syncers = get_config(TINY), None, [answering(4, 8), answering(3, 9)]
+  learner.cut_done, learner.cut_number, learner.cut_state = threading.Condition(), 9, {"arrays": "of the life before"}
+  assert learner._join() == (4, 5, {}) and heard == [(None, None), (2, 4)]
+  assert (learner.cut_number, learner.cut_state) == (9, None)
+
+
+def test_a_syncer_that_does_not_answer_holds_up_no_contribution_to_another(actors, monkeypatch):
+  reached, answer = queue.Queue(), threading.Event()
+
+  def get(s, timeout):
+    if s == 0:
+      answer.wait(60)
+      raise actors.ray.exceptions.GetTimeoutError
+    reached.put(s)
+    return "taken"
+
+  monkeypatch.setattr(actors.ray, "get", get)
+  monkeypatch.setattr(actors, "RETRY_SECONDS", 0.0)
+  learner = object.__new__(actors.Learner)
+  learner.options = options(**{**RULES, "syncers": 2})
+  learner.syncers = [SimpleNamespace(offer=SimpleNamespace(remote=lambda c, cut, s=s: s)) for s in (0, 1)]
+  learner.outboxes = [ThreadPoolExecutor(1) for _ in learner.syncers]
+  learner.inbox, learner.answers, learner.cut_number = queue.Queue(), {}, 0
+  learner.loss, learner.step_seconds, learner.transfer = 1.0, 0.1, 0.5
+  sent = [SimpleNamespace(t=t, seq=10 + t, payload={}) for t in (1, 2)]
+  learner.core = SimpleNamespace(offers=lambda: sent)
+  learner._offer(learner.core)
+  assert reached.get(timeout=60) == 1
+  learner.outboxes[1].shutdown()
+  transfer = learner.transfer
+  answer.set()
+  assert learner.inbox.get(timeout=60) == ("lost", 0, 0, 1, 11)  # asked for again
+  learner.outboxes[0].shutdown()
+  assert learner.answers == {"taken": 1, "lost": 1} and learner.transfer == transfer < 0.5
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------

@@ -379,6 +379,7 @@ class Learner:
       first = first or (reply["life"], reply["n"])
       with self.cut_done:  # the state of an earlier life is not what a checkpoint wants of this one
         self.cut_number, self.cut_state = max(self.cut_number, reply["cut"]), None
+        self.cut_done.notify_all()
     assert first is not None
     return *first, fragments
 
