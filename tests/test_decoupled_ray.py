@@ -28,6 +28,9 @@ def lines(path):
 # --- failures -------------------------------------------------------------------------------------------------------
 
 PACE, WATCH = 0.4, 8.0
+# Of the rate of the run's first, undisturbed window: other processes share the cores, and do so unevenly. A learner that
+# waits for another one loses far more: `silent_after` is 3 of the 8 seconds, a pause or a new start all of them.
+SLACK = 0.25
 
 
 class Live:
@@ -35,11 +38,12 @@ class Live:
 
   def __init__(self, workdir):
     self.workdir = workdir
-    config = get_config(f"{TINY},learners=4,quorum=1,steps=100000,inner_steps=8,decoupled.fragments=4,eval_every=0,"
+    config = get_config(f"{TINY},learners=4,quorum=1,steps=100000,inner_steps=4,decoupled.fragments=2,eval_every=0,"
                         f"checkpoint_every=0,decoupled.pace={PACE},decoupled.silent_after=3,decoupled.codec=int8")
     check(config)
     self.run = run.Run(config, workdir)
-    self.until(lambda: all(s["started"] and s["n"] > 8 for s in self.statuses()), 150)
+    self.until(lambda: all(s["started"] and s["n"] > 4 for s in self.statuses()), 300)
+    self.first = self.rates(range(4), lambda: self.watch(WATCH))
 
   def until(self, done, seconds):
     end = time.monotonic() + seconds
@@ -75,10 +79,10 @@ class Live:
     return out
 
   def undisturbed(self, learners, during):
-    """Their step rate is that of their pace, to within 10 % and the one step by which a count of steps is uncertain."""
+    """Their step rate is that of the first window, less SLACK and the step by which each count of steps is uncertain."""
     rates = self.rates(learners, during)
-    slack = 0.1 + PACE / WATCH
-    assert all(abs(rate - 1) < slack for rate in rates.values()), rates
+    slack = SLACK + 2 * PACE / WATCH
+    assert all(rate > (1 - slack) * self.first[m] for m, rate in rates.items()), (rates, self.first)
 
   def contributors(self, since):
     return {c["learner"] for record in self.tape() if record["step"] > since for c in record["contributions"]}
@@ -97,46 +101,46 @@ def live(tmp_path_factory):
 
 
 def test_a_paused_learner_disturbs_nobody_and_comes_back(live):
-  live.undisturbed([0, 1, 2, 3], lambda: live.watch(WATCH))
+  # The pace is what limits an undisturbed learner, so that the first window is a measure: not much less, and never more.
+  assert all(0.5 < rate < 1 + 2 * PACE / WATCH for rate in live.first.values()), live.first
   pid, step = live.pid(1), live.run.step
   os.kill(pid, signal.SIGSTOP)
   try:
     live.undisturbed([0, 2, 3], lambda: live.watch(WATCH))
-    assert ("learner 1", "silent") in live.events()
-    assert live.run.step > step + 5
+    live.until(lambda: ("learner 1", "silent") in live.events() and live.run.step > step + 5, 60)
   finally:
     os.kill(pid, signal.SIGCONT)
-  live.until(lambda: live.events("learner 1")[-1] == ("learner 1", "back"), 30)
+  live.until(lambda: live.events("learner 1")[-1] == ("learner 1", "back"), 60)
   step = live.run.step
-  live.until(lambda: 1 in live.contributors(step), 30)
+  live.until(lambda: 1 in live.contributors(step), 60)
 
 
 def test_a_slow_learner_disturbs_nobody_and_still_contributes(live):
   run.ray.get(live.run.learners[3].set_pace.remote(5 * PACE))
   step = live.run.step
   live.undisturbed([0, 1, 2], lambda: live.watch(WATCH))
-  assert 3 in live.contributors(step)
+  live.until(lambda: 3 in live.contributors(step), 60)
   run.ray.get(live.run.learners[3].set_pace.remote(PACE))
 
 
 def test_a_learner_with_nan_is_reported_and_seeded_again(live):
   run.ray.get(live.run.learners[2].poison.remote())
-  live.until(lambda: ("learner 2", "reseeded") in live.events(), 30)
+  live.until(lambda: ("learner 2", "reseeded") in live.events(), 60)
   assert live.events("learner 2")[-2:] == [("learner 2", "non_finite"), ("learner 2", "reseeded")]
   step = live.run.step
-  live.until(lambda: 2 in live.contributors(step), 30)
+  live.until(lambda: 2 in live.contributors(step), 60)
 
 
 def test_a_killed_learner_disturbs_nobody_and_is_started_again_while_another_joins(live):
   step = live.run.step
   os.kill(live.pid(2), signal.SIGKILL)
   live.undisturbed([0, 1, 3], lambda: live.watch(WATCH))
-  assert ("learner 2", "died") in live.events() and live.run.step > step + 5
+  live.until(lambda: ("learner 2", "died") in live.events() and live.run.step > step + 5, 60)
   live.run.add_learner()
   since = lambda actor, event: live.events(actor)[live.events(actor).index((actor, event)):]
-  live.until(lambda: ("learner 2", "trains") in since("learner 2", "died") and ("learner 4", "trains") in live.events(), 120)
+  live.until(lambda: ("learner 2", "trains") in since("learner 2", "died") and ("learner 4", "trains") in live.events(), 240)
   step = live.run.step
-  live.until(lambda: {2, 4} <= live.contributors(step), 30)
+  live.until(lambda: {2, 4} <= live.contributors(step), 60)
   assert ("learner 2", "rejoined") in live.events() and ("learner 4", "joined") in live.events()
 
 
@@ -145,9 +149,9 @@ def test_a_killed_syncer_loses_nothing_and_learners_train_on(live):
   pid = live.run._watched_syncers[0].last["pid"]
   os.kill(pid, signal.SIGKILL)
   live.undisturbed([0, 1, 3], lambda: live.watch(WATCH))
-  live.until(lambda: ("syncer 0", "restarted") in live.events(), 120)
+  live.until(lambda: ("syncer 0", "restarted") in live.events(), 240)
   step = live.run.step
-  live.until(lambda: live.run.step > step + 4 and live.contributors(step) == set(range(5)), 60)
+  live.until(lambda: live.run.step > step + 4 and live.contributors(step) == set(range(5)), 120)
   assert {m: live.status(m)["life"] for m in range(5)} == lives
   steps = [r["round"] for r in lines(os.path.join(live.workdir, "metrics.jsonl"))]
   assert steps == list(range(1, len(steps) + 1))
@@ -173,7 +177,7 @@ def start(*words):
                           text=True)
 
 
-def finish(process, seconds=200):
+def finish(process, seconds=400):
   out, err = process.communicate(timeout=seconds)
   return process.returncode, out, err
 
@@ -184,7 +188,7 @@ def interrupted(tmp_path_factory):
   workdir = str(tmp_path_factory.mktemp("command") / "run")
   process = start("fgd_jax.decoupled", EXACT, workdir)
   path = os.path.join(workdir, "metrics.jsonl")
-  end = time.monotonic() + 120
+  end = time.monotonic() + 300
   while not (os.path.exists(path) and len(lines(path)) >= 2):
     assert process.poll() is None and time.monotonic() < end, finish(process)[2]
     time.sleep(0.1)
@@ -223,7 +227,7 @@ def test_bad_starts_end_in_a_sentence(tmp_path):
   processes = {name: start("fgd_jax.decoupled", arg, str(tmp_path / name), option) for name, option in options.items()}
   words = {"quorum": "quorum=9 exceeds learners=4", "address": "nothing answers there", "replay": "holds no run to replay"}
   for name, process in processes.items():
-    code, _, err = finish(process, 100)
+    code, _, err = finish(process)
     assert code == 2 and words[name] in err and "Traceback" not in err, err
 
 
@@ -233,5 +237,5 @@ def test_without_ray_the_extra_is_named(tmp_path):
   (hide / "__init__.py").write_text("raise ImportError('hidden')")
   env = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
   out = subprocess.run(command("fgd_jax.decoupled", TINY, str(tmp_path / "run")), cwd=ROOT, env=env, capture_output=True,
-                       text=True, timeout=100)
+                       text=True, timeout=300)
   assert out.returncode == 2 and "pip install 'fgd-jax[decoupled]'" in out.stderr and "Traceback" not in out.stderr

@@ -31,6 +31,7 @@ from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
 from fgd_jax.export import first_params
+from fgd_jax.quarantine import NonFiniteError
 
 POLL_SECONDS = 0.5  # how long a poll without news may take
 CALL_SECONDS = 30.0  # after which a call counts as lost
@@ -43,6 +44,13 @@ def use_compilation_cache(workdir: str) -> None:
   if os.path.isdir(workdir):
     jax.config.update("jax_compilation_cache_dir", os.path.join(workdir, "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def end_process() -> None:
+  """Ends this process after an error that a new start may mend; Ray starts the actor again, and the run notes it."""
+  logging.error("%s", traceback.format_exc())
+  logging.flush()
+  os._exit(1)
 
 
 class Syncer:
@@ -73,6 +81,7 @@ class Syncer:
     self.cut_number = 0  # of the newest checkpoint that this syncer is part of
     self.cut_state: dict[str, Any] = {}
     self.stopped = False
+    self.failure: str | None = None
     self._write_events()
     self._warm()
     threading.Thread(target=self._work, name="merge", daemon=True).start()
@@ -86,13 +95,21 @@ class Syncer:
                                              np.int32(0)))
 
   def _work(self) -> None:
+    try:
+      self._merge_steps()
+    except NonFiniteError as e:  # a new start would compute the same
+      self.failure = str(e)
+    except Exception:  # a full disk, no memory: without this thread the run would hang
+      end_process()
+
+  def _merge_steps(self) -> None:
     """Closes, merges and commits steps; the computation is outside the lock, so that polls are answered meanwhile."""
     writing = 0.0
     while not self.stopped:
       with self.lock:
         ready, wake = self.core.due(CLOCK())
         self._write_events()
-        if not ready:
+        if not ready or self.core.over:
           self.lock.wait(POLL_SECONDS if wake is None else max(0.0, min(wake - CLOCK(), POLL_SECONDS)))
           continue
         closed = self.core.close(CLOCK())
@@ -118,10 +135,11 @@ class Syncer:
 
   # --- learners ------------------------------------------------------------------------------------------------------
 
-  def join(self, learner: int | None, actor: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+  def join(self, learner: int | None, actor: str, keys: Mapping[str, Any], life: int | None = None) -> dict[str, Any]:
     """A learner begins; see `SyncerCore.join`. Returns its number, life, inner step and all fragments."""
     with self.lock:
-      number, life, n = self.core.join(self.numbers.get(actor, learner), keys, CLOCK())
+      learner = self.numbers.get(actor) if learner is None else learner
+      number, life, n = self.core.join(learner, keys, CLOCK(), life)
       self.numbers[actor] = number
       self._write_events()
       return {"learner": number, "life": life, "n": n, "cut": self.cut_number,
@@ -157,7 +175,7 @@ class Syncer:
     for p in core.newer(learner, report["have"]):
       t, ref = self.refs[p]
       wanted[p] = (t, [ref])
-    opened = (core.epoch, *core.opened(learner)) if core.t <= core.options.steps else None
+    opened = None if core.over else (core.epoch, *core.opened(learner))
     if not wanted and opened == report["opened"] and self.cut_number <= report["cut"]:
       return None
     return {"fragments": wanted, "opened": opened, "cut": self.cut_number, "taped": core.members[learner].taped}
@@ -166,7 +184,7 @@ class Syncer:
     """A contribution; see `SyncerCore.offer`. `cut`: the checkpoint that the learner has taken part in."""
     with self.lock:
       self._cut(cut)  # the learner's state in that checkpoint is from before this contribution, so ours has to be
-      if self.core.t > self.core.options.steps:
+      if self.core.over:
         return "over"
       answer = self.core.offer(contribution, CLOCK())
       self.lock.notify_all()
@@ -175,9 +193,10 @@ class Syncer:
   # --- the run -------------------------------------------------------------------------------------------------------
 
   def news(self, steps: int, events: int) -> dict[str, Any]:
-    """Records after the first `steps` of this syncer, events after the first `events`."""
+    """Records after the first `steps` of this syncer, events after the first `events`, and why it cannot go on, if so."""
     with self.lock:
-      return {"records": self.records[steps:], "events": self.events[events:], "pid": os.getpid()}
+      return {"records": self.records[steps:], "events": self.events[events:], "pid": os.getpid(),
+              "failure": self.failure or self.core.failure}
 
   def data(self) -> dict[str, int]:
     """What a learner that joins late has to know of the run's data: vocab_size and shards."""
@@ -213,7 +232,7 @@ class Syncer:
 
 
 class Learner:
-  """The actor of a learner: one thread trains, one listens to each syncer, one sends.
+  """The actor of a learner: one thread trains, and for each syncer one listens and one sends.
 
   Args:
     config, vocab_size, shards, workdir: as for `Syncer`.
@@ -231,7 +250,7 @@ class Learner:
     self.options = make_options(config, shards)
     self.pace = self.options.pace
     self.inbox: queue.Queue[Any] = queue.Queue()
-    self.outbox = ThreadPoolExecutor(1, thread_name_prefix="send")
+    self.outboxes = [ThreadPoolExecutor(1, thread_name_prefix=f"send {s}") for s in range(len(self.syncers))]
     self.core: LearnerCore | None = None
     self.stopped = False
     self.failure: str | None = None
@@ -250,9 +269,15 @@ class Learner:
       while not self.stopped:
         self._life(programs, train)
     except Exception as e:
-      logging.error("%s", traceback.format_exc())
-      self.failure = " ".join((str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}").split())[:500]
-      self.stopped = True  # nothing more is heard from it, so that nobody waits for it
+      self._fail(e)
+
+  def _fail(self, e: Exception) -> None:
+    """Ends this learner: for good where it is refused or cannot even start, else until Ray has started it again."""
+    if self.core is not None and not isinstance(e, ValueError):
+      end_process()
+    logging.error("%s", traceback.format_exc())
+    self.failure = " ".join((str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}").split())[:500]
+    self.stopped = True  # nothing more is heard from it, so that nobody waits for it
 
   def _life(self, programs: Programs, train: Any) -> None:
     """From joining to the end, or until the syncer says that this life is over."""
@@ -277,13 +302,11 @@ class Learner:
       began = time.monotonic()
       if self._receive(core, block=False):
         pending = None
-      for c in core.offers():
-        self.outbox.submit(self._send, c, core, self.cut_number)
+      self._offer(core)
       while core.waiting() and not (self.stopped or self.over.is_set()):
         if self._receive(core, block=True):
           pending = None
-        for c in core.offers():
-          self.outbox.submit(self._send, c, core, self.cut_number)
+        self._offer(core)
         began = time.monotonic()
       if self.poisoned:
         core.w = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), core.w)
@@ -300,6 +323,12 @@ class Learner:
       seconds = time.monotonic() - began
       self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
 
+  def _offer(self, core: LearnerCore) -> None:
+    for c in core.offers():
+      p = 0 if self.options.on_arrival else self.options.fragment(c.t)
+      s = self.options.syncer_of(p)  # one that does not answer holds up its own contributions only
+      self.outboxes[s].submit(self._send, c, core, self.cut_number, s, p)
+
   def _receive(self, core: LearnerCore, block: bool) -> bool:
     """Takes the messages that are there, or waits a moment for one; True after a re-seed."""
     healed = False
@@ -313,6 +342,8 @@ class Learner:
           core.taped(*message[1:])
         elif isinstance(message, tuple) and message[0] == "late":
           core.retract(*message[1:])
+        elif isinstance(message, tuple) and message[0] == "lost":
+          core.lost(*message[1:])
         else:
           core.receive(message)
           if isinstance(message, Reseed):
@@ -336,7 +367,8 @@ class Learner:
     for syncer in self.syncers:
       while True:
         try:
-          reply: Any = ray.get(syncer.join.remote(self.number, actor, keys), timeout=CALL_SECONDS)
+          life = None if first is None else first[0]
+          reply: Any = ray.get(syncer.join.remote(self.number, actor, keys, life), timeout=CALL_SECONDS)
           fragments |= {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply["fragments"].items()}
           break
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
@@ -345,11 +377,19 @@ class Learner:
           raise e.cause from None  # a refusal, in a sentence of its own
       self.number = reply["learner"]
       first = first or (reply["life"], reply["n"])
-      self.cut_number = max(self.cut_number, reply["cut"])
+      with self.cut_done:  # the state of an earlier life is not what a checkpoint wants of this one
+        self.cut_number, self.cut_state = max(self.cut_number, reply["cut"]), None
+        self.cut_done.notify_all()
     assert first is not None
     return *first, fragments
 
   def _listen(self, s: int, core: LearnerCore, over: threading.Event) -> None:
+    try:
+      self._hear(s, core, over)
+    except Exception as e:
+      self._fail(e)
+
+  def _hear(self, s: int, core: LearnerCore, over: threading.Event) -> None:
     """Polls one syncer and puts what it says in the inbox, in order."""
     opened, cut, inbox = None, self.cut_number, self.inbox
     while not (self.stopped or over.is_set()):
@@ -391,20 +431,30 @@ class Learner:
       self.heals, self.parts = True, {}
       self.inbox.put(Reseed(whole))
 
-  def _send(self, c: Contribution, core: LearnerCore, cut: int) -> None:
-    """Brings a contribution to the host and to its syncer; one that gets lost there is asked for again."""
+  def _send(self, c: Contribution, core: LearnerCore, cut: int, s: int, p: int) -> None:
+    try:
+      self._bring(c, core, cut, s, p)
+    except Exception as e:
+      self._fail(e)
+
+  def _bring(self, c: Contribution, core: LearnerCore, cut: int, s: int, p: int) -> None:
+    """Brings a contribution, of fragment p, to the host and to syncer s; one that is lost on the way is made again."""
     c.payload = jax.device_get(c.payload)
     c.loss, c.step_seconds, c.transfer = self.loss, self.step_seconds, self.transfer
     began = time.monotonic()
-    p = 0 if self.options.on_arrival else self.options.fragment(c.t)
-    s, inbox = self.options.syncer_of(p), self.inbox
+    inbox = self.inbox
     try:
       answer: Any = ray.get(self.syncers[s].offer.remote(c, cut), timeout=CALL_SECONDS)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
       answer = "lost"
     self.answers[answer] = self.answers.get(answer, 0) + 1
     if answer == "late" and self.core is core:
-      inbox.put(("late", p, c.t))
+      inbox.put(("late", p, c.t, c.seq))
+    if answer == "lost":
+      time.sleep(RETRY_SECONDS)
+      if self.core is core:
+        inbox.put(("lost", s, p, c.t, c.seq))
+      return  # how long nobody answered says nothing of the network
     seconds = time.monotonic() - began
     self.transfer = 0.8 * self.transfer + 0.2 * seconds if self.transfer else seconds
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import ray
+from absl import logging
 from ml_collections import ConfigDict
 
 from fgd_jax.decoupled import actors
 from fgd_jax.decoupled.options import Options, environment, resources
 
-CONNECT_SECONDS = 20.0
+CONNECT_SECONDS = 30.0
 START_SECONDS = 180.0
+# `ray.init` has no time limit where something answers that is not Ray, and cannot be interrupted in this process.
+PROBE = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
 
 def connect(address: str | None, processes: int, namespace: str) -> None:
@@ -37,6 +43,7 @@ def connect(address: str | None, processes: int, namespace: str) -> None:
     except (OSError, ValueError, OverflowError) as e:
       raise ValueError(f"--ray-address={address}: nothing answers there ({e}); start Ray with `ray start --head "
                        "--port=6379` and give HOST:PORT, or leave the flag out for a local one.") from e
+    _probe(address)
   try:
     del common["include_dashboard"]
     ray.init(address=address, **common)
@@ -44,6 +51,30 @@ def connect(address: str | None, processes: int, namespace: str) -> None:
     reason = str(e).strip().splitlines()[0]
     raise ValueError(f"--ray-address={address} cannot be joined ({reason}); start Ray with `ray start --head` first, or "
                      "leave the flag out for a local one.") from e
+
+
+def _probe(address: str) -> None:
+  try:
+    subprocess.run([sys.executable, "-c", PROBE, address], timeout=CONNECT_SECONDS, capture_output=True)
+  except subprocess.TimeoutExpired as e:  # an error is left to the real attempt, which names it
+    raise ValueError(f"--ray-address={address}: something answers there, but not as Ray within {CONNECT_SECONDS:.0f} s; "
+                     "give HOST:PORT of `ray start --head`, or leave the flag out for a local one.") from e
+
+
+def check_room(config: ConfigDict, options: Options, there: Mapping[str, float]) -> None:
+  """Compares what learners reserve with what a cluster has in all: a learner without a place would be waited for in silence.
+
+  Raises:
+    ValueError: there is no room for as many learners as the quorum needs.
+  """
+  for name, count in {"CPU": 1.0, **resources(config)}.items():
+    room = there.get(name, 0) - (options.syncers if name == "CPU" else 0)
+    if count * options.quorum > room:
+      raise ValueError(f"Ray has {max(room, 0):g} {name} for learners that reserve {count:g} each, and quorum="
+                       f"{options.quorum} of them have to run; change decoupled.resources or quorum, or add machines.")
+    if count * options.learners > room:
+      logging.warning("Ray has %g %s for learners=%d that reserve %g each; some will wait for a place.", room, name,
+                      options.learners, count)
 
 
 def start_syncers(config: ConfigDict, options: Options, vocab_size: int, workdir: str) -> list[Any]:

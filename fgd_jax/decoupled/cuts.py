@@ -99,6 +99,10 @@ class Cuts:
                        "from the one before, or choose another --workdir.") from e
     return made, learners, facts["shards"]
 
+  def wait(self) -> None:
+    """Until saves under way are on disk; raises what they raised."""
+    self._manager.wait_until_finished()
+
   def close(self) -> None:
     """Waits for saves under way; raises what they raised."""
     self._manager.wait_until_finished()

@@ -53,6 +53,15 @@ class Reseed(NamedTuple):
   fragments: dict[int, tuple[int, Tree]]
 
 
+class Sent(NamedTuple):
+  """A contribution that is not answered yet: its step, the inner step, the error feedback before it, and its operation."""
+
+  t: int
+  n: int
+  error: PyTree
+  seq: int
+
+
 @dataclasses.dataclass
 class Channel:
   """What a learner knows of one syncer; `due`: inner step of its next contribution, `answered`: step it contributed to."""
@@ -102,7 +111,7 @@ class LearnerCore:
 
   def _begin(self, fragments: Mapping[int, tuple[int, Tree]]) -> None:
     o = self.options
-    self._sent: dict[int, tuple[int, int, PyTree]] = {}  # what is not answered yet: its step, n, and the error before it
+    self._sent: dict[int, Sent] = {}  # by fragment
     self.w = self.programs.assemble({p: fragment for p, (_, fragment) in fragments.items()})
     self.opt = self.programs.fresh_optimizer(self.w, self.n)
     self.anchors = {p: self.programs.anchor(p, fragment) for p, (_, fragment) in fragments.items()}
@@ -141,7 +150,7 @@ class LearnerCore:
       self.anchors[p], self.version[p] = anchor, message.t
       self.steps[p] = self.tokens[p] = 0
       if p in self._sent:
-        self.lags = [*self.lags[-31:], self.n - self._sent.pop(p)[1]]
+        self.lags = [*self.lags[-31:], self.n - self._sent.pop(p).n]
       self._did("apply", message.t)
 
   def _opened(self, message: Opened) -> None:
@@ -180,16 +189,23 @@ class LearnerCore:
 
   def offer(self, p: int, t: int) -> Tree:
     """The payload of a contribution to step t, which also moves the error feedback."""
-    self._sent[p] = t, self.n, self.errors[p]
+    self._sent[p] = Sent(t, self.n, self.errors[p], self.ops_from + len(self.ops))
     payload, self.errors[p] = self.programs.delta(p, self.w, self.anchors[p], self.errors[p], np.int32(self.learner),
                                                   np.int32(self.n))
     return payload
 
-  def retract(self, p: int, t: int) -> None:
-    """Takes back a contribution that did not count: it came too late, or was lost with the syncer."""
-    if p in self._sent and self._sent[p][0] == t:
-      self.errors[p] = self._sent.pop(p)[2]
+  def retract(self, p: int, t: int, seq: int | None = None) -> None:
+    """Takes back a contribution that did not count: too late, or lost. With `seq` only that one, not a newer one."""
+    if p in self._sent and self._sent[p].t == t and seq in (None, self._sent[p].seq):
+      self.errors[p] = self._sent.pop(p).error
       self._did("retract", t)
+
+  def lost(self, syncer: int, p: int, t: int, seq: int) -> None:
+    """No answer came to a contribution: it is made again, from the error feedback before it."""
+    channel = self.channels[syncer]
+    if channel.answered == t and p in self._sent and self._sent[p].seq == seq:
+      channel.answered, channel.due = None, min(channel.due, self.n)
+      self.retract(p, t, seq)
 
   def waiting(self) -> bool:
     """Whether the next step has to wait: for an answer, or for word of the step that a contribution is due to.
@@ -231,10 +247,10 @@ class LearnerCore:
     every = range(self.options.fragments)
     arrays = {"w": self.w, "opt": self.opt, "anchors": [self.anchors[p] for p in every],
               "errors": [self.errors[p] for p in every],
-              "errors_before": [self._sent[p][2] if p in self._sent else self.errors[p] for p in every]}
+              "errors_before": [self._sent[p].error if p in self._sent else self.errors[p] for p in every]}
     facts = {"learner": self.learner, "life": self.life, "n": self.n, "version": [self.version[p] for p in every],
              "steps": [self.steps[p] for p in every], "tokens": [self.tokens[p] for p in every],
-             "sent": {str(p): t for p, (t, _, _) in self._sent.items()},
+             "sent": {str(p): sent.t for p, sent in self._sent.items()},
              "channels": [[c.due, c.interval] for c in self.channels.values()], "cut": cut}
     self._did("cut", cut)
     facts |= {"ops_from": self.ops_from, "ops": list(self.ops)}  # which no tape has, if the run continues from here

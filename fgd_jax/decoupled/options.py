@@ -23,7 +23,8 @@ from fgd_jax.outer.merge import Aggregator, make_aggregator
 
 POLICIES = ("decoupled", "delayed_nesterov", "async_mean")
 # Keys that may differ between starts of one run, and between a learner that joins and the run: they say how long, with how
-# many and how patiently, not what a learner or a merge computes. (`steps` also shapes a cosine schedule.)
+# many and how patiently, not what a learner or a merge computes. (`steps` also shapes a cosine schedule;
+# with merges on arrival `learners` scales the outer step, and is not free.)
 FREE_KEYS = ("learners", "quorum", "rounds", "eval_every", "measure_every", "decoupled.grace", "decoupled.grace_cap",
              "decoupled.silent_after", "decoupled.pace", "decoupled.resources", "decoupled.dylu", "checkpoint_every",
              "checkpoint_keep", "allow_cpu", "cpu_devices", "profile", "limits.start", "limits.stall", "resume.workers")
@@ -225,16 +226,22 @@ def environment(config: ConfigDict, platforms: str) -> dict[str, str]:
 def fingerprint(config: ConfigDict) -> dict[str, Any]:
   """The keys that a learner and the syncer must agree on."""
   unused = ("method.", "overlap.", "worker", "limits.", "resume.")
-  return {key: value for key, value in configs.flat(config).items() if key not in FREE_KEYS and not key.startswith(unused)}
+  free = _free_keys(config)
+  return {key: value for key, value in configs.flat(config).items() if key not in free and not key.startswith(unused)}
+
+
+def _free_keys(config: ConfigDict) -> tuple[str, ...]:
+  return tuple(k for k in FREE_KEYS if k != "learners" or config.decoupled.policy == "decoupled")
 
 
 def refuse_other_run(config: ConfigDict, saved: Mapping[str, Any], where: str) -> None:
   """Raises checkpoint.ConfigMismatchError for the first key in which a config contradicts the saved keys of its run.
 
-  FREE_KEYS may change, and `steps` where the learning rate does not depend on it (inner.schedule=constant).
+  FREE_KEYS may change (`learners` not with merges on arrival), and `steps` where the learning rate does not depend on it
+  (inner.schedule=constant).
   """
   alike = config.copy_and_resolve_references()
-  for key in (*FREE_KEYS, *(("steps",) if config.inner.schedule == "constant" else ())):
+  for key in (*_free_keys(config), *(("steps",) if config.inner.schedule == "constant" else ())):
     section, _, leaf = key.rpartition(".")
     if key in saved:
       (alike[section] if section else alike)[leaf] = saved[key]

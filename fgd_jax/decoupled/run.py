@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
 import math
 import os
@@ -44,7 +46,8 @@ CUT_SECONDS = 30.0  # that a learner may take to its next boundary before a chec
 
 def namespace_of(workdir: str) -> str:
   """The name of a run in its Ray cluster."""
-  return f"fgd_jax {os.path.basename(os.path.abspath(workdir))}"
+  path = os.path.realpath(workdir)
+  return f"fgd_jax {os.path.basename(path)} {hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
 
 class Watched:
@@ -54,7 +57,7 @@ class Watched:
     self.name, self.handle, self._ask = name, handle, ask
     self._call: Any = None
     self._again = 0.0
-    self.down = False
+    self.down: tuple[float, str] | None = None  # since when, and why
     self.last: dict[str, Any] = {}
 
   def look(self, note: Callable[[str, str, str], None]) -> dict[str, Any] | None:
@@ -71,12 +74,12 @@ class Watched:
       self.last = ray.get(call)
     except ray.exceptions.RayActorError as e:
       self._again = time.monotonic() + 0.5
-      if not self.down:
-        self.down = True
-        note(self.name, "died", " ".join(str(e).split())[:300])
+      if self.down is None:
+        self.down = time.monotonic(), " ".join(str(e).split())[:300]
+        note(self.name, "died", self.down[1])
       return None
-    if self.down:
-      self.down = False
+    if self.down is not None:
+      self.down = None
       note(self.name, "restarted", f"by Ray, process {self.last['pid']}")
     return self.last
 
@@ -101,10 +104,11 @@ class Run:
     saved, shards, start = self._restore(model)
     self.options = make_options(config, shards)
     self.cuts = Cuts(os.path.join(self.workdir, "checkpoints"), config.checkpoint_keep, config, self.options.shards)
+    os.makedirs(os.path.join(self.workdir, "syncer"), exist_ok=True)  # first: by it `recognise` knows a decoupled run
     write_config(config, self.workdir)
-    os.makedirs(os.path.join(self.workdir, "syncer"), exist_ok=True)
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
+    cluster.check_room(config, self.options, ray.cluster_resources())
     tapes = [os.path.join(self.workdir, "syncer", str(s), TAPE) for s in range(self.options.syncers)]
     old = [sum("event" in line for line in read_tape(tape)) for tape in tapes]  # events that events.jsonl has
     self.syncers = cluster.start_syncers(config, self.options, corpus.vocab_size, self.workdir)
@@ -113,6 +117,7 @@ class Run:
     self._watched_learners: list[Watched] = []
     for m in range(self.options.learners):
       self.add_learner(m, saved.get(m))
+    self._start: float | None = time.monotonic() + cluster.START_SECONDS  # until when enough learners have to have a place
     self._known = [[0, count] for count in old]  # records and events that were read
     ask = lambda s: lambda handle: handle.news.remote(*self._known[s])
     self._watched_syncers = [Watched(f"syncer {s}", handle, ask(s)) for s, handle in enumerate(self.syncers)]
@@ -138,7 +143,8 @@ class Run:
     cuts = Cuts(os.path.join(self.workdir, "checkpoints"), self.config.checkpoint_keep, self.config, options.shards)
     step = cuts.latest()
     if step is None:
-      shutil.rmtree(folder, ignore_errors=True)  # of an attempt that ended before its first checkpoint
+      for old in glob.glob(os.path.join(glob.escape(folder), "*")):  # of an attempt that ended before its first checkpoint
+        shutil.rmtree(old, ignore_errors=True)
       cuts.close()
       return {}, None, 0
     merger = Merger(options, self._programs.params, self.config.seed)
@@ -149,14 +155,15 @@ class Run:
     syncers, learners, shards = cuts.restore([(c.theta, c.outer) for c in cores], like)
     cuts.close()
     for s, core in enumerate(cores):
-      cut_tape(os.path.join(folder, str(s), TAPE), max(syncers[s]["facts"]["version"].values()))
+      last = max(syncers[s]["facts"]["version"].values())
+      cut_tape(os.path.join(folder, str(s), TAPE), last, options.syncers)
       store = Store(os.path.join(folder, str(s)))
       for p in core.owned:
         store.save(p, syncers[s]["theta"][p], syncers[s]["outer"][p], syncers[s]["facts"])
       for m, state in learners.items():
         now = {k: state["facts"][k] for k in ("learner", "life", "ops_from", "ops")}
         store.append({"time": time.time(), "actor": f"learner {m}", "event": "saved", "cause": f"checkpoint of step {step}",
-                      "syncer_step": step + 1, **now})
+                      "syncer_step": last + options.syncers, **now})
     logging.info("Resuming at step %d of %d, with the states of %d learners.", step, options.steps, len(learners))
     return learners, shards, step
 
@@ -192,7 +199,8 @@ class Run:
     """Until the last step.
 
     Raises:
-      ValueError: all learners have failed; NonFiniteError: the global parameters are not finite.
+      ValueError: all learners have failed, or too few have a place. NonFiniteError: the global parameters would not be
+        finite, or no learner gets far from them.
     """
     while self.step < self.options.steps or self._lines:
       self.tick()
@@ -202,6 +210,8 @@ class Run:
     """Looks once at every actor, writes what is new, evaluates and saves where that is due."""
     for s, watched in enumerate(self._watched_syncers):
       if (news := watched.look(self.note)) is not None:
+        if news["failure"]:
+          raise NonFiniteError(news["failure"])
         for event in news["events"]:
           self._write_event(event)
         for record in news["records"]:
@@ -209,6 +219,9 @@ class Run:
             self._lines[record["step"]] = record
         self._known[s][0] += len(news["records"])
         self._known[s][1] += len(news["events"])
+      if watched.down is not None and time.monotonic() - watched.down[0] > cluster.START_SECONDS:
+        raise ValueError(f"The {watched.name} has died and did not start again within {cluster.START_SECONDS:.0f} s "
+                         f"({watched.down[1]}); the same command continues from the last checkpoint in {self.workdir}.")
     for watched in self._watched_learners:
       before = watched.last.get("failure")
       status = watched.look(self.note)
@@ -216,6 +229,14 @@ class Run:
         self._board.show(watched.name, status, self.options)
         if status["failure"] and status["failure"] != before:
           self.note(watched.name, "failed", status["failure"])
+    if self._start is not None:
+      placed = sum(bool(w.last) for w in self._watched_learners)
+      if placed >= self.options.quorum:
+        self._start = None
+      elif time.monotonic() > self._start:
+        raise ValueError(f"Ray has started {placed} learners within {cluster.START_SECONDS:.0f} s, and "
+                         f"quorum={self.options.quorum} have to run; `ray status` shows what has no place: lower "
+                         "decoupled.resources, or add machines to the cluster.")
     failures = [w.last.get("failure") for w in self._watched_learners if w.last]
     if failures and len(failures) == len(self._watched_learners) and all(failures):
       raise ValueError(f"All learners have failed; the first one says: {failures[0]}")
@@ -225,6 +246,7 @@ class Run:
     while self.step + 1 in self._lines:
       step = self.step + 1
       line = metrics(self._lines[step], self._loss)
+      line["tokens"] = max(self._tokens, line["tokens"])  # each syncer counts what it has heard of
       self._loss = line["train_loss"]
       if self._due(step, self.config.eval_every) and self.config.eval_every or step == self.options.steps:
         if self._evaluation is None:
@@ -308,10 +330,24 @@ class Run:
     return step
 
   def finish(self) -> int:
-    """The last checkpoint, after one that is still under way."""
+    """The last checkpoint, after one that is still under way; returns its step when it is on disk.
+
+    Raises:
+      ValueError: a syncer did not answer for START_SECONDS.
+    """
     if self._saving is not None:
       wait([self._saving])
-    return self.save()
+    end = time.monotonic() + cluster.START_SECONDS
+    while True:
+      try:
+        step = self.save()
+        self.cuts.wait()
+        return step
+      except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as e:  # a syncer that starts again
+        if time.monotonic() > end:
+          raise ValueError("The last checkpoint was not saved, because a syncer does not answer; the same command continues "
+                           f"from the one before in {self.workdir}.") from e
+        time.sleep(0.5)
 
   def close(self) -> None:
     """Ends all actors and files."""
@@ -420,6 +456,11 @@ def join(config: ConfigDict, workdir: str, address: str | None, count: int, plat
     learners = [cluster.start_learner(config, about["shards"], about["vocab_size"], os.path.abspath(workdir),
                                       namespace_of(workdir), platforms) for _ in range(count)]
     shown: set[str] = set()
+    try:
+      ray.get([learner.status.remote() for learner in learners], timeout=cluster.START_SECONDS)
+    except ray.exceptions.GetTimeoutError as e:
+      raise ValueError(f"Ray has not started --join={count} learners within {cluster.START_SECONDS:.0f} s; `ray status` "
+                       "shows what has no place: lower decoupled.resources, or add machines to the cluster.") from e
     while True:
       time.sleep(1)
       for status in ray.get([learner.status.remote() for learner in learners]):
@@ -458,6 +499,8 @@ def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
 def summarise(run: Run) -> dict[str, Any]:
   """Writes summary.json."""
   last = read_lines(os.path.join(run.workdir, "metrics.jsonl"))[-1]
+  if "eval_loss" not in last:  # as after a resume with fewer steps than were done
+    last |= run.evaluate()
   summary = {"steps": run.step, "rounds": run.step, "method": run.options.policy, "learners": run.options.learners,
              **{k: last[k] for k in ("eval_loss", "eval_perplexity", "train_loss", "tokens")},
              "parameters": run.parameters, "unigram_loss": run.unigram, "jax": jax.__version__, "ray": ray.__version__}

@@ -61,10 +61,10 @@ class Store:
       if newest is None or max(facts["version"].values()) >= max(newest["version"].values()):
         newest = facts
     starts = sum(line.get("event") == "started" for line in read_tape(self._tape))
+    self._file.close()
+    cut_tape(self._tape, max(newest["version"].values()) if newest else 0, core.options.syncers)
+    self._file = open(self._tape, "a", encoding="utf-8")
     if newest is not None:
-      self._file.close()
-      cut_tape(self._tape, max(newest["version"].values()))
-      self._file = open(self._tape, "a", encoding="utf-8")
       core.recall(newest, theta, outer, starts, now)
     else:
       core.epoch = starts
@@ -85,9 +85,13 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
       yield json.loads(text)
 
 
-def cut_tape(path: str, last: int) -> None:
-  """Keeps the steps up to `last`, and the events up to then."""
-  kept = [line for line in read_tape(path) if line.get("step", line.get("syncer_step", 1) - 1) <= last]
+def cut_tape(path: str, last: int, stride: int) -> None:
+  """Keeps whole lines: steps up to `last` (0: none), and events up to the step that is open then.
+
+  Args:
+    stride: number of syncers: that many steps lie between two of one syncer.
+  """
+  kept = [line for line in read_tape(path) if line.get("step", line.get("syncer_step", 0) - stride) <= last]
   with open(path + ".tmp", "w", encoding="utf-8") as f:
     f.writelines(json.dumps(line) + "\n" for line in kept)
   os.replace(path + ".tmp", path)

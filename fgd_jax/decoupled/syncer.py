@@ -21,8 +21,10 @@ import numpy as np
 from fgd_jax.decoupled.grace import Grace
 from fgd_jax.decoupled.merging import Merger, Tree, token_weight
 from fgd_jax.decoupled.options import DYLU_LEAST, Options, refuse_mismatch
+from fgd_jax.quarantine import NonFiniteError
 
 PyTree = Any
+RESEEDS = 3  # of every learner without a merge in between, before the run gives up
 
 
 @dataclasses.dataclass
@@ -66,6 +68,7 @@ class Member:
     step_seconds, transfer, loss: as it reports them. interval: its inner steps between contributions (DyLU).
     token, answer: with merges on arrival, how many of its contributions were merged, and the version that the last one made.
     ops, ops_next, taped: operations that wait for the tape, the number of the next one, how many are on the tape.
+    reseeds: how often it was not finite since the last merge of its own.
   """
 
   life: int
@@ -83,6 +86,7 @@ class Member:
   ops_next: int = 0
   ops: list[Any] = dataclasses.field(default_factory=list)
   taped: int = 0
+  reseeds: int = 0
 
 
 @dataclasses.dataclass
@@ -110,6 +114,7 @@ class SyncerCore:
     epoch: how often this syncer has started; learners contribute again to the open step when it changes.
     events: what happened to whom, {"time", "actor", "event", "cause"}; whoever reads them clears the list.
     trained: inner steps of all learners.
+    failure: why the run cannot go on, None while it can.
   """
 
   def __init__(self, options: Options, merger: Merger, keys: Mapping[str, Any], params: PyTree, index: int = 0):
@@ -124,6 +129,7 @@ class SyncerCore:
     self.grace = Grace(options.grace, options.grace_cap, options.overlap)
     self.epoch = 0
     self.trained = 0
+    self.failure: str | None = None
     self.events: list[dict[str, Any]] = []
     self._open(index + 1)
 
@@ -136,8 +142,16 @@ class SyncerCore:
 
   # --- learners ------------------------------------------------------------------------------------------------------
 
-  def join(self, learner: int | None, keys: Mapping[str, Any], now: float) -> tuple[int, int, int]:
+  @property
+  def over(self) -> bool:
+    """Whether the run's last step is behind this syncer."""
+    return self.t > self.options.steps
+
+  def join(self, learner: int | None, keys: Mapping[str, Any], now: float, life: int | None = None) -> tuple[int, int, int]:
     """A learner begins, again or for the first time.
+
+    Args:
+      life: as another syncer has counted it. One that died while it joined has been counted by some of them only.
 
     Returns:
       Its number, its life (counted from 1), and the inner step from which it counts: its own, or that of its peers.
@@ -150,7 +164,7 @@ class SyncerCore:
       learner = max([self.options.learners - 1, *self.members]) + 1
     old = self.members.get(learner)
     n = old.n if old else int(statistics.median([m.n for m in self.members.values()] or [0]))
-    self.members[learner] = Member(life=old.life + 1 if old else 1, n=n, heard=now)
+    self.members[learner] = Member(life=life or (old.life + 1 if old else 1), n=n, heard=now)
     self._in.pop(learner, None)
     self.note(now, f"learner {learner}", "joined" if old is None else "rejoined", f"at inner step {n}")
     return learner, self.members[learner].life, n
@@ -177,8 +191,13 @@ class SyncerCore:
     member = self.members[learner]
     if not member.sick:
       member.sick = True
+      member.reseeds += 1
       self._in.pop(learner, None)
       self.note(now, f"learner {learner}", "non_finite", cause + "; excluded and re-seeded from the global parameters")
+      # Who is silent has no say; who has not trained yet may still do better.
+      if all(m.reseeds > RESEEDS for m in self.members.values() if m.reach or not m.trains):
+        self.failure = (f"Every learner was not finite {RESEEDS + 1} times without a merge in between, also from the global "
+                        "parameters; try a lower inner.lr, or another init_from, in a new --workdir.")
 
   def healed(self, learner: int, now: float) -> None:
     """The learner has the global parameters again."""
@@ -215,7 +234,8 @@ class SyncerCore:
       member.ops += fresh
       member.ops_next += len(fresh)
     closed = self._closed and not self.options.on_arrival
-    if closed or c.t != self.opened(c.learner)[0] or c.learner in self._in:
+    old = self._in.get(c.learner)  # one that was under way while the syncer started again, and is made again, counts once
+    if closed or c.t != self.opened(c.learner)[0] or old is not None and c.seq <= old.seq:
       return "late"
     if member.sick:
       return "sick"
@@ -231,8 +251,11 @@ class SyncerCore:
     self._check_quorum(now)
     return "taken"
 
+  def _enough(self) -> bool:
+    return sum(c.full for c in self._in.values()) >= self.options.quorum
+
   def _check_quorum(self, now: float) -> None:
-    if self._quorum is None and sum(c.full for c in self._in.values()) >= self.options.quorum:
+    if self._quorum is None and self._enough():
       assert self._first is not None
       self._quorum = now
       self.grace.observe(quorum=now - self._first)
@@ -246,8 +269,8 @@ class SyncerCore:
       if member.reach and now - member.heard > self.options.silent_after:
         member.reach = False
         self.note(now, f"learner {number}", "silent", f"no sign of life for {now - member.heard:.1f} s; not waited for")
-    if self._quorum is not None and not self._in:  # those who made the quorum have gone since
-      self._first = self._quorum = None
+    if self._quorum is not None and not self._enough():  # some who made the quorum have gone since
+      self._quorum, self._first = None, self._first if self._in else None
     if self._quorum is None:
       return False, None
     missing = [m for m, member in self.members.items() if member.reach and not member.sick and m not in self._in]
@@ -266,11 +289,18 @@ class SyncerCore:
     return Closed(self.t, p, contributions, self._quorum - self._first, now - self._quorum)
 
   def compute(self, closed: Closed) -> tuple[Tree, PyTree, float]:
-    """Merge and outer step; changes nothing."""
+    """Merge and outer step; changes nothing.
+
+    Raises:
+      NonFiniteError: the result is not finite, and is not to be committed.
+    """
     stack = self.merger.stack([c.payload for c in closed.contributions], self._slots(closed))
     weights = self.merger.weights(weights_of([vars(c) for c in closed.contributions]), stack)
     out = self.merger.step(self.theta[closed.p], self.outer[closed.p], stack, weights, np.int32(closed.t))
     theta, outer, norm = jax.device_get(out)
+    if not (np.isfinite(norm) and all(np.isfinite(x).all() for x in theta.values())):
+      raise NonFiniteError(f"Step {closed.t} would make the global fragment {closed.p} not finite, so it was not taken; try "
+                           "a lower inner.lr or decoupled.outer_lr in a new --workdir.")
     return theta, outer, float(norm)
 
   def _slots(self, closed: Closed) -> int:
@@ -293,6 +323,7 @@ class SyncerCore:
                               "lag": c.lag}
       member = self.members.get(c.learner)
       if member is not None and member.life == c.life:
+        member.reseeds = 0
         count = c.seq + 1 - member.taped
         line |= {"ops_from": member.taped, "ops": member.ops[:count]}
         member.ops, member.taped = member.ops[count:], c.seq + 1

@@ -1,0 +1,409 @@
+"""Decoupled DiLoCo when something fails, without Ray processes: rules of the cores, files, threads of the actors."""
+
+import json
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from decoupled_helpers import Cluster, batch, options
+
+from fgd_jax.checkpoint import ConfigMismatchError
+from fgd_jax.config import flat
+from fgd_jax.decoupled.learner import Opened
+from fgd_jax.decoupled.options import check, fingerprint, refuse_mismatch, refuse_other_run
+from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
+from fgd_jax.decoupled.syncer import RESEEDS, Contribution, SyncerCore
+from fgd_jax.default_config import get_config
+from fgd_jax.quarantine import NonFiniteError
+
+RULES = dict(learners=3, quorum=1, inner_steps=4, fragments=4, overlap=2, grace=0.9, merge="rda", silent_after=3.5)
+
+
+def zeros(merger, p):
+  return {k: np.zeros(x.shape, x.dtype) for k, x in merger.fragments.shape(p).items()}
+
+
+def contribution(cluster, learner, life=1, **changes):
+  usual = dict(learner=learner, life=life, t=1, n=4, seq=1, steps=4, tokens=32, full=True, loss=1.0, ops_from=0,
+               ops=[["join", 0, {}, "fresh"], ["offer", 4, 1]], payload=zeros(cluster.merger, 0))
+  return Contribution(**{**usual, **changes})
+
+
+# --- lives, quorum, contributions -----------------------------------------------------------------------------------
+
+
+def test_a_learner_that_died_while_it_joined_is_one_life_to_all_syncers(x64):
+  cluster = Cluster(options(**{**RULES, "syncers": 2}))
+  first, second = cluster.syncers
+  first.join(1, {}, 1.0)  # and dies before it joins the second
+  _, life, _ = first.join(1, {}, 2.0)
+  second.join(1, {}, 2.0, life)
+  assert life == 3 and [core.members[1].life for core in cluster.syncers] == [3, 3]
+  assert all(core.heard(1, 3, 3.0, 1) and not core.heard(1, 2, 3.0, 1) for core in cluster.syncers)
+
+
+def test_a_step_below_its_quorum_does_not_close(x64):
+  cluster = Cluster(options(**{**RULES, "quorum": 2}))
+  core, = cluster.syncers
+  core.heard(2, 1, 1.0, 3, 1.0)  # in reach, so that the grace window is waited for
+  assert core.offer(contribution(cluster, 0, step_seconds=1.0), 1.0) == "taken" and not core.opened(2)[1]
+  assert core.offer(contribution(cluster, 1, step_seconds=1.0), 1.0) == "taken" and core.opened(2)[1]
+  core.join(1, {}, 1.1)
+  assert core.due(1.2) == (False, None) and core.due(100.0) == (False, None) and not core.opened(2)[1]
+  assert core.offer(contribution(cluster, 2, step_seconds=1.0), 101.0) == "taken"
+  assert core.due(200.0)[0] and [c.learner for c in core.close(200.0).contributions] == [0, 2]
+
+
+def test_a_contribution_that_nobody_answered_is_made_again_with_its_error_feedback(x64):
+  cluster = Cluster(options(**RULES, codec="topk", error_feedback=True))
+  core = cluster.learners[0]
+  for _ in range(4):
+    core.step(batch(0, core.n))
+  core.receive(Opened(0, 0, 1, False, 1))
+  before = core.errors[0]
+  first, = core.offers()
+  core.step(batch(0, core.n))
+  assert core.offers() == [] and core.errors[0] is not before
+  core.lost(0, 0, 1, first.seq)
+  assert core.errors[0] is before
+  again, = core.offers()
+  assert (again.t, again.n, again.full) == (1, 5, True) and again.seq > first.seq
+  moved = core.errors[0]
+  core.lost(0, 0, 1, first.seq)  # and word of the first one says nothing of the second
+  core.retract(0, 1, first.seq)
+  assert core.offers() == [] and core.errors[0] is moved
+  assert [op[0] for op in core.ops] == ["join", "offer", "retract", "offer"]
+
+
+# --- what is not finite ---------------------------------------------------------------------------------------------
+
+
+def test_a_merge_that_is_not_finite_is_not_taken(x64):
+  cluster = Cluster(options(**RULES))
+  core, = cluster.syncers
+  huge = {k: np.full_like(x, 1e308) for k, x in zeros(cluster.merger, 0).items()}
+  assert core.offer(contribution(cluster, 0, payload=huge), 1.0) == "taken"
+  closed = core.close(1.0)
+  with pytest.raises(NonFiniteError, match="Step 1 .*fragment 0.*lower inner.lr"):
+    core.compute(closed)
+  assert core.version[0] == 0 and all(np.isfinite(x).all() for x in jax.tree.leaves(core.theta))
+
+
+def test_learners_that_always_diverge_end_the_run(x64):
+  core, = Cluster(options(**{**RULES, "learners": 2})).syncers
+  for m in (0, 1):
+    core.heard(m, 1, 0.0, 1)
+  for i in range(RESEEDS + 1):
+    for m in (0, 1):
+      assert core.failure is None
+      core.ill(m, float(i), "its loss is not finite")
+      core.healed(m, float(i))
+  assert "inner.lr" in core.failure and "\n" not in core.failure
+
+
+def test_one_that_diverges_among_others_does_not_end_the_run(x64):
+  cluster = Cluster(options(**{**RULES, "learners": 2}))
+  core, = cluster.syncers
+  core.heard(0, 1, 0.0, 1)  # the other one has joined, and compiles
+  for i in range(RESEEDS + 3):
+    core.ill(0, float(i), "its loss is not finite")
+    core.healed(0, float(i))
+  assert core.failure is None
+  core.offer(contribution(cluster, 0), 10.0)
+  closed = core.close(10.0)
+  core.commit(closed, core.compute(closed), 10.0, 0.0)
+  assert core.members[0].reseeds == 0  # it has contributed since
+
+
+# --- the tape -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_tape_keeps_the_events_of_the_open_step_of_each_syncer(tmp_path):
+  path = tmp_path / TAPE
+  steps, events = [1, 3, 5], [1, 3, 5, 7]
+  lines = [{"step": t} for t in steps] + [{"event": "joined", "syncer_step": t} for t in events]
+  path.write_text("".join(json.dumps(x) + "\n" for x in lines) + '{"step": 7, "frag')
+  cut_tape(str(path), 3, 2)  # two syncers: after step 3 this one has step 5 open
+  assert list(read_tape(str(path))) == [x for x in lines if x.get("step", 0) <= 3 and x.get("syncer_step", 0) <= 5]
+  assert path.read_text().endswith("\n")
+
+
+def test_a_syncer_that_was_killed_in_its_first_line_starts_again(x64, tmp_path):
+  cluster = Cluster(options(**RULES))
+  (tmp_path / TAPE).write_text('{"event": "started", "syncer_step": 1}\n{"time": 1.0, "actor')
+  for starts in (1, 2, 3):
+    store, core = Store(str(tmp_path)), SyncerCore(cluster.options, cluster.merger, {}, cluster.params)
+    store.load(core, 0.0)
+    assert core.epoch == starts and core.t == 1
+    for event in core.events:
+      store.append(event)
+    assert [x["event"] for x in read_tape(str(tmp_path / TAPE))] == ["started"] * (starts + 1)
+
+
+# --- configs --------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_learners_is_free_unless_it_scales_the_outer_step():
+  for policy, free in (("decoupled", True), ("async_mean", False), ("delayed_nesterov", False)):
+    ours, theirs = (get_config(f"decoupled.policy={policy},quorum=1,learners={m}") for m in (4, 5))
+    if free:
+      refuse_mismatch(fingerprint(ours), fingerprint(theirs), "A learner")
+      refuse_other_run(theirs, flat(ours), "the run")
+      continue
+    with pytest.raises(ValueError, match="A learner has learners=5, but the run has 4"):
+      refuse_mismatch(fingerprint(ours), fingerprint(theirs), "A learner")
+    with pytest.raises(ConfigMismatchError, match="learners=5"):
+      refuse_other_run(theirs, flat(ours), "the run")
+
+
+# --- the actors' threads --------------------------------------------------------------------------------------------
+
+TINY = ("batch_size=2,seq_len=16,model.dim=8,model.ffn_dim=8,model.layers=1,model.heads=2,model.kv_heads=1,"
+        "decoupled.policy=async_mean,quorum=1,learners=3,inner_steps=2,steps=2")
+
+
+@pytest.fixture
+def actors(monkeypatch):
+  """The module of the actors; `exits` of it lists how processes would have ended."""
+  module = pytest.importorskip("fgd_jax.decoupled.actors", reason="needs ray")
+  module.exits = []
+  monkeypatch.setattr(module.os, "_exit", module.exits.append)
+  monkeypatch.setattr(module.ray, "put", lambda x: x)
+  monkeypatch.setattr(module, "use_compilation_cache", lambda workdir: None)
+  monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+  yield module
+  del module.exits
+
+
+@pytest.fixture
+def syncer(actors, tmp_path):
+  config = get_config(TINY)
+  check(config)
+  made = actors.Syncer(config, 256, 3, str(tmp_path), 0)
+  made.keys = fingerprint(config)
+  for m in range(3):
+    made.join(m, f"actor {m}", made.keys)
+  yield made
+  made.stop()
+
+
+def offer_all(syncer, value=0.0):
+  payload = {k: x + np.asarray(value, x.dtype) for k, x in zeros(syncer.core.merger, 0).items()}
+  with syncer.lock:  # all are there before the first one is merged
+    return [syncer.offer(Contribution(m, 1, 1, 2, 0, 2, 64, True, 1.0, 0, [["offer", 2, 1]], dict(payload)), 0)
+            for m in range(3)]
+
+
+def until(done):
+  end = time.monotonic() + 60
+  while not done():
+    assert time.monotonic() < end
+    time.sleep(0.01)
+
+
+def test_merges_on_arrival_stop_at_the_last_step(syncer):
+  assert offer_all(syncer) == ["taken"] * 3
+  until(lambda: len(syncer.records) >= 2)
+  time.sleep(0.3)
+  assert [r["step"] for r in syncer.news(0, 0)["records"]] == [1, 2] and syncer.core.over
+  assert offer_all(syncer) == ["over"] * 3 and syncer.news(0, 0)["failure"] is None
+
+
+def test_a_syncer_whose_disk_is_full_ends_its_process(syncer, actors):
+  def full(line):
+    raise OSError(28, "No space left on device")
+  syncer.store.append = full
+  offer_all(syncer)
+  until(lambda: actors.exits)
+  assert actors.exits == [1] and syncer.failure is None
+
+
+def test_a_syncer_that_would_not_be_finite_says_so(syncer, actors):
+  offer_all(syncer, 3e38)
+  until(lambda: syncer.failure)
+  news = syncer.news(0, 0)
+  assert "not finite" in news["failure"] and news["records"] == [] and actors.exits == []
+
+
+def test_a_learner_remembers_its_number_at_every_syncer(syncer):
+  number = syncer.join(None, "late", syncer.keys)["learner"]
+  assert number == 3 and syncer.join(None, "late", syncer.keys)["learner"] == 3
+  reply = syncer.join(7, "late", syncer.keys, 5)  # as another syncer says
+  assert (reply["learner"], reply["life"]) == (7, 5)
+
+
+def test_a_learner_fails_for_good_where_it_is_refused_and_starts_again_otherwise(actors):
+  def fails(core, error):
+    learner = object.__new__(actors.Learner)
+    learner.core, learner.failure, learner.stopped = core, None, False
+    actors.exits.clear()
+    learner._fail(error)
+    return list(actors.exits), learner.failure
+
+  assert fails(None, RuntimeError("no memory")) == ([], "RuntimeError: no memory")
+  assert fails("trains", ValueError("A refusal.")) == ([], "A refusal.")
+  assert fails("trains", OSError(28, "No space left"))[0] == [1]
+
+
+def test_a_learner_joins_all_syncers_as_the_first_one_counts(actors, monkeypatch):
+  heard = []
+
+  def answering(life, cut):
+    def join(number, actor, keys, life_so_far):
+      heard.append((number, life_so_far))
+      return {"learner": 2, "life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
+    return SimpleNamespace(join=SimpleNamespace(remote=join))
+
+  monkeypatch.setattr(actors.ray, "get", lambda x, timeout=None: x)
+  monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "a"))
+  learner = object.__new__(actors.Learner)
+  learner.config, learner.number, learner.syncers = get_config(TINY), None, [answering(4, 8), answering(3, 9)]
+  learner.cut_done, learner.cut_number, learner.cut_state = threading.Condition(), 9, {"arrays": "of the life before"}
+  assert learner._join() == (4, 5, {}) and heard == [(None, None), (2, 4)]
+  assert (learner.cut_number, learner.cut_state) == (9, None)
+
+
+def test_a_syncer_that_does_not_answer_holds_up_no_contribution_to_another(actors, monkeypatch):
+  reached, answer = queue.Queue(), threading.Event()
+
+  def get(s, timeout):
+    if s == 0:
+      answer.wait(60)
+      raise actors.ray.exceptions.GetTimeoutError
+    reached.put(s)
+    return "taken"
+
+  monkeypatch.setattr(actors.ray, "get", get)
+  monkeypatch.setattr(actors, "RETRY_SECONDS", 0.0)
+  learner = object.__new__(actors.Learner)
+  learner.options = options(**{**RULES, "syncers": 2})
+  learner.syncers = [SimpleNamespace(offer=SimpleNamespace(remote=lambda c, cut, s=s: s)) for s in (0, 1)]
+  learner.outboxes = [ThreadPoolExecutor(1) for _ in learner.syncers]
+  learner.inbox, learner.answers, learner.cut_number = queue.Queue(), {}, 0
+  learner.loss, learner.step_seconds, learner.transfer = 1.0, 0.1, 0.5
+  sent = [SimpleNamespace(t=t, seq=10 + t, payload={}) for t in (1, 2)]
+  learner.core = SimpleNamespace(offers=lambda: sent)
+  learner._offer(learner.core)
+  assert reached.get(timeout=60) == 1
+  learner.outboxes[1].shutdown()
+  transfer = learner.transfer
+  answer.set()
+  assert learner.inbox.get(timeout=60) == ("lost", 0, 0, 1, 11)  # asked for again
+  learner.outboxes[0].shutdown()
+  assert learner.answers == {"taken": 1, "lost": 1} and learner.transfer == transfer < 0.5
+
+
+# --- the cluster ----------------------------------------------------------------------------------------------------
+
+
+def test_learners_without_a_place_are_refused():
+  cluster = pytest.importorskip("fgd_jax.decoupled.cluster", reason="needs ray")
+  config = get_config("learners=4,quorum=2,decoupled.resources=GPU=1")
+  o = check(config)
+  cluster.check_room(config, o, {"CPU": 3.0, "GPU": 2.0})
+  with pytest.raises(ValueError, match="Ray has 0 GPU .*reserve 1 each, and quorum=2.*decoupled.resources"):
+    cluster.check_room(config, o, {"CPU": 64.0})
+  with pytest.raises(ValueError, match="Ray has 1 CPU .*quorum=2"):
+    cluster.check_room(config, o, {"CPU": 2.0, "GPU": 2.0})
+
+
+def test_an_address_that_is_not_ray_is_refused_within_the_limit(monkeypatch):
+  cluster = pytest.importorskip("fgd_jax.decoupled.cluster", reason="needs ray")
+  monkeypatch.setattr(cluster, "CONNECT_SECONDS", 3.0)
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="something answers there, but not as Ray within 3 s"):
+      cluster.connect(f"127.0.0.1:{server.getsockname()[1]}", 0, "x")
+    assert time.monotonic() - began < 15
+
+
+def test_runs_in_folders_of_the_same_name_have_names_of_their_own(tmp_path):
+  run = pytest.importorskip("fgd_jax.decoupled.run", reason="needs ray")
+  names = {run.namespace_of(str(tmp_path / folder / "run")) for folder in ("a", "b", "a/../b")}
+  assert len(names) == 2 and all(name.startswith("fgd_jax run ") for name in names)
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet():
+  """A run whose actors have never answered, as far as `tick` looks at it, and the module."""
+  run = pytest.importorskip("fgd_jax.decoupled.run", reason="needs ray")
+  made = object.__new__(run.Run)
+  made.workdir, made.options, made._start = "folder", options(**RULES), time.monotonic() + 100
+
+  def watched(name):
+    one = run.Watched(name, None, None)
+    one._again = float("inf")
+    return one
+
+  made._watched_syncers = [watched("syncer 0")]
+  made._watched_learners = [watched(f"learner {m}") for m in range(3)]
+  made._lines = {}
+  return run, made
+
+
+def test_learners_that_never_get_a_place_end_the_run(quiet):
+  run, made = quiet
+  made.step = 0
+  made.tick()
+  made._start = 0.0
+  with pytest.raises(ValueError, match="Ray has started 0 learners within 180 s, and quorum=1"):
+    made.tick()
+  made._watched_learners[1].last = {"failure": None}
+  made.tick()
+  assert made._start is None
+
+
+def test_a_syncer_that_does_not_start_again_ends_the_run(quiet):
+  run, made = quiet
+  made.step = 0
+  made._watched_syncers[0].down = time.monotonic(), "No space left on device"
+  made.tick()
+  made._watched_syncers[0].down = time.monotonic() - run.cluster.START_SECONDS - 1, "No space left on device"
+  with pytest.raises(ValueError, match="syncer 0 has died .*No space left on device.*the same command continues"):
+    made.tick()
+
+
+def test_tokens_of_two_syncers_do_not_fall(quiet, monkeypatch):
+  run, made = quiet
+  written = []
+  made.config = get_config("eval_every=0,checkpoint_every=0")
+  made.log = type("Log", (), {"speed": lambda self, tokens: tokens, "write": lambda self, line: written.append(line)})()
+  made.step, made._tokens, made._loss = 0, 0, 5.0
+  made.options = options(**{**RULES, "steps": 9})
+  heard = [100, 80, 120]  # the second syncer has not heard of as many inner steps as the first one
+  kept = dict.fromkeys(("fragment", "learners", "quorum_seconds", "grace_seconds", "sync_seconds", "outer_gradient_norm",
+                        "bytes_received"), 0)
+  made._lines = {t: {**kept, "step": t, "tokens": tokens, "contributions": [], "inner_steps": {0: t}}
+                 for t, tokens in enumerate(heard, 1)}
+  made._write_lines()
+  assert [line["tokens"] for line in written] == [100, 100, 120]
+  assert [line["tokens_per_second"] for line in written] == [100, 0, 20]
+
+
+def test_the_last_checkpoint_waits_for_a_syncer_that_starts_again(quiet, monkeypatch):
+  run, made = quiet
+  calls = []
+
+  def save():
+    calls.append("save")
+    if len(calls) < 3:
+      raise run.ray.exceptions.RayActorError
+    return 7
+
+  made._saving, made.save = None, save
+  made.cuts = type("Cuts", (), {"wait": lambda self: calls.append("wait")})()
+  monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
+  assert made.finish() == 7 and calls == ["save"] * 3 + ["wait"]
+  calls.clear()
+  monkeypatch.setattr(run.cluster, "START_SECONDS", -1.0)
+  with pytest.raises(ValueError, match="last checkpoint was not saved.*the one before in folder"):
+    made.finish()
