@@ -102,7 +102,7 @@ def live(tmp_path_factory):
 
 def test_a_paused_learner_disturbs_nobody_and_comes_back(live):
   # The pace is what limits an undisturbed learner, so that the first window is a measure: not much less, and never more.
-  assert all(0.5 < rate < 1 + 2 * PACE / WATCH for rate in live.first.values()), live.first
+  assert all(0.5 < rate < 1 + SLACK for rate in live.first.values()), live.first
   pid, step = live.pid(1), live.run.step
   os.kill(pid, signal.SIGSTOP)
   try:
