@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fgd_jax.config import FREE_KEYS
+from fgd_jax.config import FREE_KEYS, flat
+from fgd_jax.default_config import get_config as default
 from fgd_jax.report.runs import Run
 
 SEEDS = ("seed", "faults.seed")
@@ -46,7 +47,8 @@ class Curve(NamedTuple):
 
 def differing(runs: Sequence[Run]) -> list[str]:
   """Config keys whose values are not the same in all runs with a config, without the seed and what computes nothing."""
-  configs = [run.config for run in runs if run.config]
+  usual = flat(default())  # what a key meant before it was there
+  configs = [{**usual, **run.config} for run in runs if run.config]
   keys = sorted({key for config in configs for key in config})
   return [key for key in keys if key not in FREE_KEYS + SEEDS and len({repr(c.get(key)) for c in configs}) > 1]
 
@@ -54,10 +56,10 @@ def differing(runs: Sequence[Run]) -> list[str]:
 def group(runs: Sequence[Run]) -> list[Group]:
   """Runs with records, put together where nothing but the seed differs; in the order of their first run."""
   usable = [run for run in runs if run.config and run.records]
-  keys = differing(usable)
+  keys, usual = differing(usable), flat(default())
   members: dict[str, list[Run]] = {}
   for run in usable:
-    members.setdefault(repr([run.config.get(key) for key in keys]), []).append(run)
+    members.setdefault(repr([run.config.get(key, usual.get(key)) for key in keys]), []).append(run)
   return [Group(label, found) for label, found in zip(_labels([found[0] for found in members.values()], keys),
                                                       members.values())]
 

@@ -64,7 +64,8 @@ def _below(folder: str) -> list[str]:
 
 
 def _is_run(folder: str) -> bool:
-  return any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", "metrics.jsonl"))
+  there = lambda name: os.path.isfile(os.path.join(folder, name))
+  return there("metrics.jsonl") or there("config.json") and not there("model.safetensors")  # the latter: an exported model
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
