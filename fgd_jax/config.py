@@ -230,18 +230,23 @@ def fault_model(config: ConfigDict) -> tuple[netsim.Links, netsim.StepTimes, net
   return links, times, drops, crashes, pauses
 
 
+def refuse_set(config: ConfigDict, section: str, keys: Sequence[str], why: str) -> None:
+  """Raises ValueError for the first of these keys of a section that is set; `why` ends "... has no effect"."""
+  usual = default()
+  for key in keys:
+    if config[section][key] != usual[section][key]:
+      raise ValueError(f"{section}.{key}={config[section][key]!r} has no effect {why}")
+
+
 def _refuse_idle_faults(config: ConfigDict) -> None:
   """Keys that would do nothing."""
   needs = [("network", ("step_seconds", "latency", "jitter", "transfer"), "network.bandwidth", simulated(config)),
            ("faults", ("drop_unit", "drop_at", "late_mix1"), "faults.drop", config.faults.drop),
            ("faults", ("crash_seconds", "crash_shape", "on_crash"), "faults.crash_every", config.faults.crash_every),
            ("faults", ("pause_seconds",), "faults.pause_every", config.faults.pause_every)]
-  usual = default()
   for section, keys, needed, there in needs:
-    for key in keys:
-      if not there and config[section][key] != usual[section][key]:
-        raise ValueError(f"{section}.{key}={config[section][key]!r} has no effect without {needed}; set that, or leave it "
-                         "out.")
+    if not there:
+      refuse_set(config, section, keys, f"without {needed}; set that, or leave it out.")
   for what in ("crash", "pause"):
     if config.faults[f"{what}_every"] and not config.faults[f"{what}_seconds"]:
       raise ValueError(f"faults.{what}_every={config.faults[f'{what}_every']:g} needs faults.{what}_seconds, the time until "

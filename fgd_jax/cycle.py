@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fgd_jax import quarantine
 from fgd_jax.inner import Inner
 from fgd_jax.methods import Fragmented
-from fgd_jax.methods.base import finite_rows, narrowed, unsent, widened
+from fgd_jax.methods.base import narrowed, unsent, widened
 from fgd_jax.mixing import Context
 from fgd_jax.mixing.fragments import FLAT, Fragments
+from fgd_jax.mixing.stacks import finite_rows, where_rows
+from fgd_jax.quarantine import examine
 from fgd_jax.sharding import FSDP, TENSOR, constrain
 from fgd_jax.workers import Workers
 
@@ -147,7 +148,7 @@ class Cycle:
     fine = None
     if self.fresh is not None:  # an outer step that is not finite does not take place
       fine = finite_rows((new, state))
-      new, state = quarantine.keep(fine, new, part), quarantine.keep(fine, state, {k: fs[k] for k in state})
+      new, state = where_rows(fine, new, part), where_rows(fine, state, {k: fs[k] for k in state})
       fine = fine | ~jnp.asarray(due)
     fs = {**fs, **_where(due, state, {k: fs[k] for k in state})}
     return *self._put(parts, z, _where(due, new, part), fs, p, group), fine
@@ -180,7 +181,7 @@ class Cycle:
     """w, opt, ms and metrics after steps from z, without those of sick workers, whose fragments are marked."""
     if self.fresh is None:
       return w, opt, ms, metrics
-    w, opt, cause = quarantine.examine(z, w, opt, metrics["loss"], self.fresh)
+    w, opt, cause = examine(z, w, opt, metrics["loss"], self.fresh)
     ms = tuple({**fs, "sick": fs["sick"] | (cause > 0)[:, None]} for fs in ms)
     return w, opt, ms, {**metrics, "quarantine": cause[:, None]}
 

@@ -55,17 +55,20 @@ def recognise_run(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
   if not os.path.exists(path):
     return None
   refuse_other_config(config, read_json(path), f"the run in {workdir}")
-  read_lines(os.path.join(workdir, "metrics.jsonl"))  # refuses damaged records before they are rewritten
-  finished = os.path.join(workdir, "summary.json")
-  if not os.path.exists(finished):
-    return None
-  summary = read_json(finished)
-  if summary.get("rounds", 0) >= config.rounds:
+  summary = read_summary(workdir)
+  if summary is None or summary.get("rounds", 0) >= config.rounds:
     return summary
   if not os.path.isdir(checkpoints):
     raise ValueError(f"The run in {workdir} ended at round {summary.get('rounds')} and its checkpoints are gone, so it "
                      "cannot be continued; choose another --workdir.")
   return None
+
+
+def read_summary(workdir: str) -> dict[str, Any] | None:
+  """summary.json, None where the run has none; refuses damaged records before they are rewritten."""
+  read_lines(os.path.join(workdir, "metrics.jsonl"))
+  path = os.path.join(workdir, "summary.json")
+  return read_json(path) if os.path.exists(path) else None
 
 
 def read_json(path: str) -> dict[str, Any]:

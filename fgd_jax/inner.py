@@ -12,8 +12,8 @@ import optax
 from jax import lax
 
 from fgd_jax.methods import Method
-from fgd_jax.methods.base import finite_rows
 from fgd_jax.mixing import Context
+from fgd_jax.mixing.stacks import finite_rows
 
 PyTree = Any
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import finite_rows
 from fgd_jax.mixing import exchange
+from fgd_jax.mixing.stacks import finite_rows, rows, where_rows
 from fgd_jax.workers import Workers
 
 PyTree = Any
@@ -46,24 +46,19 @@ def examine(start: PyTree, w: PyTree, opt: PyTree, loss_KxS: jax.Array, fresh: C
   lost, broken = ~jnp.isfinite(loss_KxS).all(axis=1), ~finite_rows((w, usual))
   sick = broken if averaged else broken | lost
   cause = jnp.where(lost, 1, jnp.where(broken, 2, 0)).astype(jnp.int32)
-  return keep(~sick, w, start), renewed(sick, opt, new), cause
+  return where_rows(~sick, w, start), renewed(sick, opt, new), cause
 
 
 def renewed(where: jax.Array, opt: PyTree, fresh: PyTree) -> PyTree:
   """The inner optimizer's states with fresh numbers for some workers (bool [K]); counts stay, and so do schedules."""
   floats = lambda new, old: jnp.issubdtype(old.dtype, jnp.inexact)
-  return jax.tree.map(lambda new, old: keep(where, new, old) if floats(new, old) else old, fresh, opt)
-
-
-def keep(where: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-  """Rows of `new` for some workers (bool [K]), of `old` for the others."""
-  return jax.tree.map(lambda n, o: jnp.where(where.reshape((-1,) + (1,) * (n.ndim - 1)), n, o), new, old)
+  return jax.tree.map(lambda new, old: where_rows(where, new, old) if floats(new, old) else old, fresh, opt)
 
 
 def landed(new: PyTree, old: PyTree, cause: jax.Array) -> tuple[PyTree, jax.Array]:
   """After the outer step: who has a number that is not finite keeps what it had; returns the trees and the causes."""
   fine = finite_rows(new)
-  return keep(fine, new, old), jnp.where(fine | (cause > 0), cause, 3)
+  return where_rows(fine, new, old), jnp.where(fine | (cause > 0), cause, 3)
 
 
 def rejoin_program(workers: Workers, fresh: Callable[[PyTree], PyTree] | None) -> Callable:
@@ -73,9 +68,8 @@ def rejoin_program(workers: Workers, fresh: Callable[[PyTree], PyTree] | None) -
   """
   def given(x, ids, worker, donor):
     numbers = x.astype(jnp.int32) if x.dtype == bool else x
-    rows = lambda index: (ids == index).reshape((-1,) + (1,) * (x.ndim - 1))
-    donated = exchange.sum_over_workers(jnp.where(rows(donor), numbers, 0), workers.placement)
-    return jnp.where(rows(worker), donated.astype(x.dtype), x)
+    donated = exchange.sum_over_workers(where_rows(ids == donor, numbers, 0), workers.placement)
+    return jnp.where(rows(ids == worker, x), donated.astype(x.dtype), x)
 
   def body(z, opt, ms, ids, worker, donor):
     z, opt, ms = jax.tree.map(lambda x: given(x, ids, worker, donor), (z, opt, ms))

@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec
 from fgd_jax import host
 from fgd_jax import measure as measures
 from fgd_jax import overlap as overlap_forms
-from fgd_jax import quarantine as sick_bay
 from fgd_jax.arguments import (
     alive_mask,
     check_build,
@@ -45,6 +44,8 @@ from fgd_jax.methods import Fragmented, Method
 from fgd_jax.methods.base import narrowed, widened
 from fgd_jax.mixing import Context, path_of
 from fgd_jax.mixing.pack import Packing
+from fgd_jax.mixing.stacks import where_rows
+from fgd_jax.quarantine import examine, landed, rejoin_program
 from fgd_jax.sharding import Rules, like_params, param_specs
 from fgd_jax.state import Originals, State, narrow, refuse_consumed
 from fgd_jax.workers import Workers
@@ -199,7 +200,7 @@ class Round:
         raise ValueError(f"{name}={index} must be a worker from 0 to {self._workers.count - 1}.")
     if self._rejoined is None:
       fresh = self._fresh if self.method.inner_grad is None else None
-      self._rejoined = jax.jit(sick_bay.rejoin_program(self._workers, fresh), donate_argnums=(0, 1, 2),
+      self._rejoined = jax.jit(rejoin_program(self._workers, fresh), donate_argnums=(0, 1, 2),
                                out_shardings=host.shardings(self._shapes(state, {})[:3]))
     z, inner_opt_state, ms = self._rejoined(*self._bring(state)[:3], np.int32(worker), np.int32(donor))
     return State(z, inner_opt_state, ms, state.round)
@@ -340,7 +341,7 @@ class Round:
       def body(z, opt, batches, ids, scalars):
         ctx = self._context(scalars, ids, permutation)
         phases = self._inner_phases(z, opt, batches, ids, scalars, None, ctx)
-        w, new, metrics = self._examined(z, *phases[:3], ids, scalars)
+        w, new, metrics = self._examined(z, *phases[:3], ids)
         return w, self._down(ids, scalars, new, opt), metrics
 
       return spmd(body, stacks=4)(z, opt, batches, ids(), scalars)
@@ -385,7 +386,7 @@ class Round:
         (w, opt, metrics), raw = lax.optimization_barrier(((w, opt, metrics), raw))
       else:
         w, raw = lax.optimization_barrier((w, raw))
-    w, opt, metrics = self._examined(z, w, opt, metrics, ids, scalars)
+    w, opt, metrics = self._examined(z, w, opt, metrics, ids)
     z, ms, metrics = self._land(z, w, ms, raw, metrics, ids, scalars, plan, permutation)
     return z, self._down(ids, scalars, opt, inner_opt_state), ms, w, metrics
 
@@ -401,7 +402,7 @@ class Round:
                                                    batches, ids, riding, how=self._inner_loop)
     return w, opt, {"loss": loss} if aux is None else {"loss": loss, "aux": aux}, riding
 
-  def _examined(self, z, w, opt, metrics, ids, scalars):
+  def _examined(self, z, w, opt, metrics, ids):
     """w, inner_opt_state and metrics, without the steps of sick workers."""
     if not self._quarantine:
       return w, opt, metrics
@@ -409,12 +410,12 @@ class Round:
     if limits is not None:  # of steps that are not taken the loss does not matter
       taken = jnp.arange(loss.shape[1]) < jnp.asarray(limits)[ids][:, None]
       loss = jnp.where(taken, loss, 0)
-    w, opt, cause = sick_bay.examine(z, w, opt, loss, self._fresh, self.method.inner_grad is not None)
-    return w, opt, {**metrics, "quarantine": jnp.where(scalars["alive"][ids], cause, 0)}
+    w, opt, cause = examine(z, w, opt, loss, self._fresh, self.method.inner_grad is not None)
+    return w, opt, {**metrics, "quarantine": cause}
 
   def _down(self, ids, scalars, new, old):
     """Workers that are down keep their whole state."""
-    return sick_bay.keep(scalars["alive"][ids], new, old) if self._faults else new
+    return where_rows(scalars["alive"][ids], new, old) if self._faults else new
 
   def _land(self, z, w, ms, raw, metrics, ids, scalars, plan, permutation):
     """What follows the inner steps: Mix1's arithmetic, blocking exchanges, the outer step."""
@@ -426,7 +427,7 @@ class Round:
     land = lambda z, w, x, ms, worker, healthy: self._land_one(z, w, x, ms, ctx._replace(worker=worker, healthy=healthy))
     new = self._workers.each(land, z, w, x, ms, ids, None if cause is None else cause == 0)
     if cause is not None:
-      new, cause = sick_bay.landed(new, (z, ms), cause)
+      new, cause = landed(new, (z, ms), cause)
       metrics = {**metrics, "quarantine": jnp.where(ctx.alive[ids], cause, 0)}
     return *self._down(ids, scalars, new, (z, ms)), metrics
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 
@@ -59,3 +61,11 @@ def refuse_consumed(state: State) -> None:
   if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state[:3])):
     raise ValueError("This state was consumed by an earlier round (its buffers are donated); use the state that "
                      "round_fn returned, or restore a checkpoint if that round failed.")
+
+
+def checksum(tree: PyTree) -> int:
+  """CRC-32 of all numbers of a tree, in the order of its leaves."""
+  crc = 0
+  for leaf in jax.tree.leaves(tree):
+    crc = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), crc)
+  return crc

@@ -32,11 +32,11 @@ from fgd_jax import aot, data, distributed, export, faults, measure, models, res
 from fgd_jax import config as configs
 from fgd_jax.checkpoint import Checkpoints, Progress
 from fgd_jax.folder import LOCK_FILE, claimed, recognise_run, write_config, write_json
-from fgd_jax.methods.base import finite_rows
+from fgd_jax.mixing.stacks import finite_rows
 from fgd_jax.quarantine import CAUSES, NonFiniteError
 from fgd_jax.report import curves
 from fgd_jax.runlog import NoLog, RunLog, read_lines, show_own_logs
-from fgd_jax.state import State
+from fgd_jax.state import State, checksum
 
 PyTree = Any
 LOST_PEER = 4  # exit status: launch/common.sh looks for the process that died, not for those that lost it
@@ -97,9 +97,9 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   distributed.together("the newest checkpoint", checkpoints.latest, limit, same=lambda latest: {"round": latest})
   found = checkpoints.found()
   if found is None:
-    first = distributed.together("the first parameters", lambda: export.first_params(config, model), limit,
-                                 same=lambda params: {"init_from": config.init_from and export.checksum(params)})
-    state = init(first)
+    state = init(distributed.together(
+        "the first parameters", lambda: export.first_params(config, model), limit,
+        same=lambda params: {"init_from": config.init_from and checksum(params)}))
     iterator = read_rounds(config, corpus, checkpoints.progress, workers.local)
   elif found[0].workers == config.workers:
     checkpoints.progress = found[1]
@@ -112,13 +112,13 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
     iterator = read_rounds(config, corpus, checkpoints.progress, workers.local)
   if distributed.leader():
     write_config(config, workdir)
-  first = jax.eval_shape(lambda: jnp.zeros((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
-                                           jnp.int32))
+  shapes = {"tokens": jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1),
+                                           jnp.int32)}
   troubles = None
   if configs.simulated(config):
     logging.info("Simulating %d rounds at %s for each worker and %s s an inner step ...", config.rounds,
                  config.network.bandwidth or "1Gbps", config.network.step_seconds or "1")
-    troubles = faults.simulate(config, round_fn, state.params, {"tokens": first})
+    troubles = faults.simulate(config, round_fn, state.params, shapes)
   start = int(state.round)
   steps_RxM = taken_steps(config, troubles)
   tokens = tokens_after(config, checkpoints.progress, steps_RxM)
@@ -129,14 +129,14 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
     logging.info("Simulated: %s", troubles.describe())
 
   # --- compile, once -------------------------------------------------------------------------------------------------
-  plan = round_fn.plan({"tokens": first})
+  plan = round_fn.plan(shapes)
   logging.info("Overlap form %s, XLA options %s.", plan.form, plan.options or "none")
   if plan.warning:
     logging.warning("%s", plan.warning)
   logging.info("Compiling (half a minute or more on two cores) ...")
   began = time.time()
   watch.at("Compiling and the first evaluation did not end")
-  executables = round_fn.compile(state, {"tokens": first}, measured=(False, True) if config.measure_every else (False,))
+  executables = round_fn.compile(state, shapes, measured=(False, True) if config.measure_every else (False,))
   evaluate = make_evaluation(model.loss, heldout, workers)
   before = evaluate(round_fn.eval_params(state), state.params)
   all_finite = jax.jit(lambda state: finite_rows(state[:3]), out_shardings=workers.replicated())

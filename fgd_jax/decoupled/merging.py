@@ -15,6 +15,7 @@ from fgd_jax.decoupled.options import Options
 from fgd_jax.methods.base import narrowed, outer_step, widened
 from fgd_jax.mixing.codec import make_codec
 from fgd_jax.mixing.fragments import Fragments, make_fragments
+from fgd_jax.mixing.stacks import where_rows
 from fgd_jax.mixing.subset import NUMBERED_LAYER, STACKED_LAYERS
 from fgd_jax.outer.merge import Aggregator, Rda, radial_directional
 
@@ -47,8 +48,7 @@ def merge(aggregator: Aggregator, stack: Tree, weights: jax.Array, key: jax.Arra
 
     def leaf(name: str, x: jax.Array) -> jax.Array:
       if plain is not None and re.search(plain, name):
-        rows = jnp.where(present.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0)
-        return jnp.einsum("m,m...->...", share.astype(x.dtype), rows, precision="highest")
+        return jnp.einsum("m,m...->...", share.astype(x.dtype), where_rows(present, x, 0), precision="highest")
       rule = functools.partial(radial_directional, weights=weights.astype(x.dtype))
       stacked = STACKED_LAYERS.search(name) and not NUMBERED_LAYER.search(name)
       return jax.vmap(rule, in_axes=1)(x) if stacked else rule(x)
@@ -58,11 +58,9 @@ def merge(aggregator: Aggregator, stack: Tree, weights: jax.Array, key: jax.Arra
     return aggregator.merge(stack, present)
   count = jnp.maximum(1, jnp.sum(present))
   shares = weights * count / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
-  clean = {k: jnp.where(present.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0) for k, x in stack.items()}
-  payload = jax.vmap(aggregator.local)(clean, shares.astype(jax.tree.leaves(stack)[0].dtype),
+  payload = jax.vmap(aggregator.local)(where_rows(present, stack, 0), shares.astype(jax.tree.leaves(stack)[0].dtype),
                                        jax.random.split(key, weights.shape[0]))
-  mean = jax.tree.map(lambda x: jnp.sum(jnp.where(present.reshape((-1,) + (1,) * (x.ndim - 1)), x, 0), 0)
-                      / count.astype(x.dtype), payload)
+  mean = jax.tree.map(lambda x: jnp.sum(x, 0) / count.astype(x.dtype), where_rows(present, payload, 0))
   return aggregator.finish(mean, {k: x[0] for k, x in stack.items()})
 
 

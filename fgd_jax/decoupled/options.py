@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import optax
@@ -133,7 +133,8 @@ def check(config: ConfigDict) -> Options:
   if used:
     raise ValueError(f"method.{next(iter(used))}={next(iter(used.values()))!r} has no effect on decoupled learners; set the "
                      "keys under decoupled instead.")
-  refuse_idle(config, ("faults", "network"), "decoupled learners, whose faults are real")
+  for section in ("faults", "network"):
+    configs.refuse_set(config, section, list(config[section]), "on decoupled learners, whose faults are real; leave it out.")
   if config.worker_weights is not None:
     raise ValueError(f"worker_weights={config.worker_weights!r} has no effect on decoupled learners, which are weighted by "
                      "their tokens; unset it.")
@@ -182,15 +183,6 @@ def schedule_config(config: ConfigDict) -> ConfigDict:
     c.method.name = "diloco"
     c.measure_every, c.profile = 0, None
   return c
-
-
-def refuse_idle(config: ConfigDict, sections: Sequence[str], where: str) -> None:
-  """Raises ValueError for the first key of these sections that is set although it has no effect."""
-  usual = default()
-  for section in sections:
-    for key, value in config[section].items():
-      if value != usual[section][key]:
-        raise ValueError(f"{section}.{key}={value!r} has no effect on {where}; leave it unset.")
 
 
 def resources(config: ConfigDict) -> dict[str, float]:

@@ -21,9 +21,10 @@ from fgd_jax.decoupled.merging import Merger, Tree
 from fgd_jax.decoupled.options import check, make_options, refuse_other_run
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, read_tape
-from fgd_jax.decoupled.syncer import checksum, weights_of
+from fgd_jax.decoupled.syncer import weights_of
 from fgd_jax.export import first_params
 from fgd_jax.folder import read_json
+from fgd_jax.state import checksum
 
 PyTree = Any
 

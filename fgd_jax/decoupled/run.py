@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -33,14 +32,14 @@ from fgd_jax.decoupled.options import Options, check, make_options, refuse_other
 from fgd_jax.decoupled.programs import Programs, make_model
 from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import SyncerCore
+from fgd_jax.decoupled.watched import TICK_SECONDS, Watched
 from fgd_jax.export import first_params
-from fgd_jax.folder import claimed, read_json, write_config, write_json
+from fgd_jax.folder import claimed, read_json, read_summary, write_config, write_json
 from fgd_jax.quarantine import NonFiniteError
 from fgd_jax.runlog import RunLog, read_lines
 
 PyTree = Any
 EVENTS = "events.jsonl"
-TICK_SECONDS = 0.1
 CUT_SECONDS = 30.0  # that a learner may take to its next boundary before a checkpoint goes without it
 
 
@@ -48,40 +47,6 @@ def namespace_of(workdir: str) -> str:
   """The name of a run in its Ray cluster."""
   path = os.path.realpath(workdir)
   return f"fgd_jax {os.path.basename(path)} {hashlib.sha256(path.encode()).hexdigest()[:8]}"
-
-
-class Watched:
-  """One actor and the call to it whose answer is awaited."""
-
-  def __init__(self, name: str, handle: Any, ask: Callable[[Any], Any]):
-    self.name, self.handle, self._ask = name, handle, ask
-    self._call: Any = None
-    self._again = 0.0
-    self.down: tuple[float, str] | None = None  # since when, and why
-    self.last: dict[str, Any] = {}
-
-  def look(self, note: Callable[[str, str, str], None]) -> dict[str, Any] | None:
-    """The newest answer, None where there is no new one; never waits."""
-    if self._call is None:
-      if time.monotonic() < self._again:
-        return None
-      self._call = self._ask(self.handle)
-    if not ray.wait([self._call], timeout=0)[0]:
-      return None
-    call, self._call = self._call, None
-    self._again = time.monotonic() + TICK_SECONDS
-    try:
-      self.last = ray.get(call)
-    except ray.exceptions.RayActorError as e:
-      self._again = time.monotonic() + 0.5
-      if self.down is None:
-        self.down = time.monotonic(), " ".join(str(e).split())[:300]
-        note(self.name, "died", self.down[1])
-      return None
-    if self.down is not None:
-      self.down = None
-      note(self.name, "restarted", f"by Ray, process {self.last['pid']}")
-    return self.last
 
 
 class Run:
@@ -488,12 +453,8 @@ def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
   if not os.path.isdir(os.path.join(workdir, "syncer")):
     raise ValueError(f"--workdir={workdir} holds a run of fgd_jax.train; choose another folder.")
   refuse_other_run(config, read_json(path), f"the run in {workdir}")
-  read_lines(os.path.join(workdir, "metrics.jsonl"))  # refuses damaged records before they are rewritten
-  finished = os.path.join(workdir, "summary.json")
-  if not os.path.exists(finished):
-    return None
-  summary = read_json(finished)
-  return summary if summary.get("steps", 0) >= config.steps else None
+  summary = read_summary(workdir)
+  return summary if summary is not None and summary.get("steps", 0) >= config.steps else None
 
 
 def summarise(run: Run) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from fgd_jax.decoupled.grace import Grace
 from fgd_jax.decoupled.merging import Merger, Tree, token_weight
 from fgd_jax.decoupled.options import DYLU_LEAST, Options, refuse_mismatch
 from fgd_jax.quarantine import NonFiniteError
+from fgd_jax.state import checksum
 
 PyTree = Any
 RESEEDS = 3  # of every learner without a merge in between, before the run gives up
@@ -381,11 +381,3 @@ class SyncerCore:
 def weights_of(contributions: Sequence[Mapping[str, Any]]) -> list[float]:
   """The token weights of contributions that have `tokens` and `steps`."""
   return [token_weight(c["tokens"], c["steps"]) for c in contributions]
-
-
-def checksum(theta: Mapping[str, Any]) -> int:
-  """CRC-32 of a fragment's bytes, in the order of its keys."""
-  crc = 0
-  for key in sorted(theta):
-    crc = zlib.crc32(np.ascontiguousarray(theta[key]).tobytes(), crc)
-  return crc

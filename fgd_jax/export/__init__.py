@@ -8,7 +8,7 @@ trained.py reads the model of a run, huggingface.py translates, sampling.py cont
 
 from fgd_jax.export.huggingface import read_folder, write_folder
 from fgd_jax.export.sampling import continue_tokens
-from fgd_jax.export.start import checksum, first_params
+from fgd_jax.export.start import first_params
 from fgd_jax.export.trained import Trained, read_run
 
-__all__ = ["Trained", "checksum", "continue_tokens", "first_params", "read_folder", "read_run", "write_folder"]
+__all__ = ["Trained", "continue_tokens", "first_params", "read_folder", "read_run", "write_folder"]

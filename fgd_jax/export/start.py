@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 
 from fgd_jax import models
@@ -32,11 +30,3 @@ def first_params(config: ConfigDict, model: models.Model) -> PyTree:
                        f"model.{key}={theirs}, or start from another folder.")
   shapes = jax.eval_shape(model.init, jax.random.key(config.seed))
   return jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), found.params, shapes)
-
-
-def checksum(params: PyTree) -> int:
-  """CRC-32 of all numbers, in the order of the leaves."""
-  crc = 0
-  for leaf in jax.tree.leaves(params):
-    crc = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), crc)
-  return crc

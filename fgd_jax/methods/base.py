@@ -27,6 +27,7 @@ import optax
 from fgd_jax.mixing import Context, Mixer
 from fgd_jax.mixing import make as make_mixer
 from fgd_jax.mixing.codec import make_codec
+from fgd_jax.mixing.stacks import where_rows
 from fgd_jax.outer import nesterov
 
 PyTree = Any
@@ -213,16 +214,8 @@ def check_number(name: str, value: Any, below: float = float("inf"), why: str = 
 
 def mean_of(stack: PyTree, alive: jax.Array) -> PyTree:
   """Leaves [M, ...] -> [...]: the mean over the workers that are alive (bool [M])."""
-  live = lambda x: alive.reshape((-1,) + (1,) * (x.ndim - 1))
   count = jnp.maximum(jnp.sum(alive), 1)
-  return jax.tree.map(lambda x: (jnp.sum(jnp.where(live(x), x, 0), axis=0) / count).astype(x.dtype), stack)
-
-
-def finite_rows(stack: PyTree) -> jax.Array:
-  """Leaves [n, ...] -> bool [n]: in which rows all floating-point numbers are finite."""
-  rows = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in jax.tree.leaves(stack)
-          if jnp.issubdtype(x.dtype, jnp.inexact)]
-  return jnp.stack(rows).all(axis=0)
+  return jax.tree.map(lambda x: (jnp.sum(x, axis=0) / count).astype(x.dtype), where_rows(alive, stack, 0))
 
 
 def widened(tree: PyTree) -> PyTree:

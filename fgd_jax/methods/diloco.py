@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Outer, exchanged, finite_rows, outer_step, unsent
+from fgd_jax.methods.base import Outer, exchanged, outer_step, unsent
+from fgd_jax.mixing.stacks import finite_rows
 from fgd_jax.outer.merge import Aggregator, make_aggregator
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 WORKER_AXIS = "worker"
@@ -156,9 +155,3 @@ def permute_finish(received: Any, source: Any, placement: Placement, ids: jax.Ar
   for move, block in zip(moves, blocks):
     stack = lax.dynamic_update_index_in_dim(stack, block, jnp.asarray(move.recv)[position], 0)
   return stack
-
-
-def local_rows(values: Any, ids: jax.Array, like: jax.Array) -> jax.Array:
-  """values [M] -> [K, 1, ...], the local workers' entries, ready to broadcast against a stack shaped as `like`."""
-  rows = jnp.asarray(np.asarray(values) if not isinstance(values, jax.Array) else values)[ids]
-  return rows.reshape((-1,) + (1,) * (like.ndim - 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,75 +20,14 @@ from jax.sharding import AxisType
 
 from fgd_jax.mixing import exchange
 from fgd_jax.mixing.codec import Codec, make_codec
-from fgd_jax.mixing.exchange import Placement
+from fgd_jax.mixing.context import Context
 from fgd_jax.mixing.pack import Packing
-from fgd_jax.mixing.ring import Ring
+from fgd_jax.mixing.stacks import rows, where_rows
 from fgd_jax.mixing.subset import path_of
 from fgd_jax.mixing.topology import Pattern, Topology, make_topology
 
 PyTree = Any
 COUNT = "count of the healthy"  # path of the leaf that counts them
-
-
-class Context(NamedTuple):
-  """What a method and its mixers may know in one round.
-
-  Attributes:
-    placement: where the workers live (static).
-    round: int32 scalar, counted from 0.
-    ids: int32 [K], the workers of this slot.
-    worker: int32 scalar, this worker (inside a method), else None.
-    alive: bool [M]; a worker that is not alive takes part in no exchange and keeps its own values.
-    choices: index into each mixer's bank by mixer key; a Python int where the program is made for one permutation.
-    weights: float [M] summing to M, weights of the workers' gradients (None: equal).
-    sent: when a list, a blocking exchange only appends (mixer, tree) to it; for byte counts.
-    packing: how Mix1's leaves share buffers (None: every leaf travels alone).
-    ring: a mean over workers rides in the inner steps (`Mixer.during`); needs packing and one worker a slot.
-    event: number of the exchange where a round has several of one mixer (fragments); draws of stochastic codecs differ by
-      it.
-    links: which exchanges fail, by mixer key: bool [events, M, M], symmetric: the pairs that can exchange; the diagonal: who
-      takes part at all. A key that is not there, or None: nothing fails.
-    healthy: whether what this worker sends may be used: a bool scalar inside a method, [K] for a stack; None: nobody looks.
-      Only the worker knows, and its message tells the others (see `Mixer`).
-  """
-
-  placement: Placement
-  round: Any
-  ids: Any
-  alive: Any
-  choices: Mapping[str, Any]
-  worker: Any = None
-  weights: Any = None
-  sent: list | None = None
-  packing: Packing | None = None
-  ring: Ring | None = None
-  event: Any = 0
-  links: Mapping[str, Any] | None = None
-  healthy: Any = None
-
-  @property
-  def workers(self) -> int:
-    return self.placement.workers
-
-  def share(self) -> jax.Array:
-    """This worker's weight, scaled so that the mean over live workers is 1; 1 where it takes part in no exchange."""
-    if self.weights is None:
-      return jnp.float32(1)
-    live = jnp.where(self.alive, self.weights, 0)
-    share = self.weights[self.worker] * jnp.sum(self.alive) / jnp.maximum(jnp.sum(live), 1e-30)
-    return jnp.where(self.alive[self.worker], share, 1)
-
-  def weigh(self, tree: PyTree) -> PyTree:
-    """This worker's gradients times its share, so that a plain mean over workers is the weighted mean (DiLoCo, 2.1)."""
-    if self.weights is None:
-      return tree
-    scale = self.share()
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), tree)
-
-  def key(self, seed: int, worker: Any) -> jax.Array:
-    """A random key for this worker, round and event."""
-    key = jax.random.fold_in(jax.random.key(seed), self.round)
-    return jax.random.fold_in(jax.random.fold_in(key, self.event), worker)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +134,7 @@ class Mixer:
     Where sick workers are left out of a sum, one more leaf counts the healthy.
     """
     if ctx.healthy is not None and not self._counts(ctx):
-      stack = jax.tree.map(lambda x: jnp.where(_rows(ctx.healthy, x), x, jnp.nan), stack)
+      stack = where_rows(ctx.healthy, stack, jnp.nan)
     if self.codec is not None:
       return _leaves(self._encoded(stack, ctx)), ctx._replace(packing=_packing_here(), ring=None)
     leaves = _leaves(stack)
@@ -213,7 +152,7 @@ class Mixer:
     if self.topology.bank[0].mean:
       takes = self.alive(ctx)[ctx.ids]
       takes = takes & ctx.healthy if self._counts(ctx) else takes
-      group = [(path, jnp.where(_rows(takes, x), x, 0)) for path, x in group]
+      group = [(path, where_rows(takes, x, 0)) for path, x in group]
       if ctx.ring is not None:
         assert ctx.packing is not None
         return ctx.packing.pack([(path, x[0]) for path, x in group], lead=0, pieces=ctx.ring.pieces)
@@ -288,10 +227,10 @@ class Mixer:
                   count: jax.Array | None) -> jax.Array:
     """One leaf [K, ...] after the exchange: x, from what was received and, with a codec, from what it sent itself."""
     alive = self.alive(ctx)
-    own, here = x, _rows(alive[ctx.ids], x)
+    own, here = x, rows(alive[ctx.ids], x)
     if self.codec is not None:
       like = jax.ShapeDtypeStruct(x.shape[1:], jnp.promote_types(x.dtype, jnp.float32))
-      own = jnp.where(here if ctx.healthy is None else here & _rows(ctx.healthy, x), self._decoded(wire, like), x)
+      own = jnp.where(here if ctx.healthy is None else here & rows(ctx.healthy, x), self._decoded(wire, like), x)
       if pattern.mean:
         total, count = self._decoded_sum(received[0], like, alive, ctx)
         received = [total]
@@ -305,11 +244,11 @@ class Mixer:
     if not pattern.terms:
       return x
     wide = jnp.promote_types(x.dtype, jnp.float32)  # weights such as 1/3 rounded to bfloat16 would move the mean
-    by_row = lambda weight: exchange.local_rows(np.asarray(weight, np.float64), ctx.ids, x).astype(wide)
+    by_row = lambda weight: rows(jnp.asarray(np.asarray(weight, np.float64))[ctx.ids], x).astype(wide)
     weights = [by_row(weight) if isinstance(weight, tuple) else weight for weight, _ in pattern.terms]
     terms = []
     for weight, (_, source), other in zip(weights, pattern.terms, received):
-      active = exchange.local_rows(self._active(source, alive, ctx), ctx.ids, x)
+      active = rows(self._active(source, alive, ctx)[ctx.ids], x)
       if ctx.healthy is not None:
         active = active & jnp.isfinite(other).all(axis=tuple(range(1, x.ndim)), keepdims=True)
       terms.append((weight, active, other))
@@ -320,7 +259,7 @@ class Mixer:
       total = jnp.zeros((), wide) + sum(weight * active.astype(wide) for weight, active, _ in terms)
       others = sum(weight * jnp.where(active, other, 0).astype(wide) for weight, active, other in terms)
       restored = jnp.where(total > 0, others / jnp.where(total > 0, total, 1), x.astype(wide))
-      mixed = jnp.where(_rows(ctx.healthy, x), mixed, restored)
+      mixed = jnp.where(rows(ctx.healthy, x), mixed, restored)
     return mixed.astype(x.dtype)
 
   def _active(self, source: Any, alive: jax.Array, ctx: Context) -> jax.Array:
@@ -399,9 +338,9 @@ class Mixer:
     return run(own, shared)
 
   def _gather_stack(self, stack: PyTree, ctx: Context) -> PyTree:
-    stack = jax.tree.map(lambda x: jnp.where(exchange.local_rows(ctx.alive, ctx.ids, x), x, 0), stack)
+    stack = where_rows(ctx.alive[ctx.ids], stack, 0)
     if ctx.healthy is not None:
-      stack = jax.tree.map(lambda x: jnp.where(_rows(ctx.healthy, x), x, jnp.nan), stack)
+      stack = where_rows(ctx.healthy, stack, jnp.nan)
     plain = self.codec is None or self.topology.identity
     wire = stack if plain else self._encoded(stack, ctx)
     with jax.named_scope(self.key):
@@ -459,11 +398,6 @@ def _packing_here() -> Packing | None:
   mesh = jax.sharding.get_abstract_mesh()
   sharded = any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in zip(mesh.axis_names, mesh.axis_types))
   return None if sharded else Packing({}, {})
-
-
-def _rows(values_K: jax.Array, like: jax.Array) -> jax.Array:
-  """[K] -> [K, 1, ...], ready to broadcast against a stack shaped as `like`."""
-  return values_K.reshape((-1,) + (1,) * (like.ndim - 1))
 
 
 def _leaves(stack: PyTree) -> list[tuple[str, jax.Array]]:
