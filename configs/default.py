@@ -119,7 +119,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.method.error_feedback = placeholder(bool)  # add what the codec lost to the next outer gradient; None: for topk
   c.method.nesterov = placeholder(bool)  # diloco: False is heavy-ball momentum
   c.method.aggregator = placeholder(str)  # diloco, isoloco: mean | iso_c | iso_cts | ties | dare | tsv_m | task_arithmetic |
-                                          # rda, with options "ties:drop=0.2"
+                                          # rda, with options "ties:drop=0.2"; streaming, pipelined_diloco: mean | iso_c
   c.method.mix1 = placeholder(str)  # fgd: topology of Mix1, "random_groups:group_size=2" with options
   c.method.mix2 = placeholder(str)  # fgd: topology of Mix2
   c.method.subset = placeholder(str)  # fgd: what Mix2 covers: a regular expression, or "embeddings_head_early_layers(2)"

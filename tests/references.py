@@ -237,14 +237,16 @@ def streaming(start, batches, m, inner, grad, fragments, delay, blend, lr, mu, c
     yield copy(w), np.stack(losses, 1), end, copy(theta)
 
 
-def pipelined(start, batches, m, inner, grad, fragments, landing, blend, guess, lr, mu, compress=None):
+def pipelined(start, batches, m, inner, grad, fragments, landing, blend, guess, lr, mu, compress=None,
+              flatten=lambda delta: delta):
   """Pipelined DiLoCo, ours.md section 1: Streaming's schedule with a flight of H/P steps, one fragment always in flight.
 
   Launch: Delta_m = theta_q - w_m travels. guess "continue": guess_m = w_m; "own": the worker jumps to its own outer step
   guess_m = y_m + mu (y_m - ybar), y_m = theta - lr Delta_m (its own, not compressed), ybar the last point of the fragment's
   chain in two-sequence form (section 0.3): ybar_{-1} = theta_0, ybar_r = theta_r - lr Deltabar_r.
   Landing: theta_q and its momentum step with Deltabar; "add": w_m += theta_q' - guess_m;
-  "blend": w_m = blend w_m + (1 - blend) theta_q'. Landing comes before a launch at the same step.
+  "blend": w_m = blend w_m + (1 - blend) theta_q'. Landing comes before a launch at the same step. `flatten` maps the mean
+  outer gradient of a whole leaf before the outer step (section 7.1).
   Outer parameters: theta with the fragment in flight completed, on a copy.
   """
   assert landing in ("add", "blend") and guess in ("continue", "own")
@@ -263,8 +265,9 @@ def pipelined(start, batches, m, inner, grad, fragments, landing, blend, guess, 
       for p in [p for p in flying if last[p] + period // len(fragments) == t]:
         for piece, (sent, guessed) in zip(fragments[p], flying.pop(p), strict=True):
           old, live = get(theta, piece), get(w, piece, True)
-          new, momentum = nesterov(old, sent.mean(0), get(buf, piece), lr, mu)
-          put(ybar, piece, old - lr * sent.mean(0))
+          mean = flatten(sent.mean(0))
+          new, momentum = nesterov(old, mean, get(buf, piece), lr, mu)
+          put(ybar, piece, old - lr * mean)
           put(theta, piece, new)
           put(buf, piece, momentum)
           put(w, piece, live + (new - guessed) if landing == "add" else blend * live + (1 - blend) * new, True)
@@ -274,14 +277,14 @@ def pipelined(start, batches, m, inner, grad, fragments, landing, blend, guess, 
           anchor, guessed = get(theta, piece), get(w, piece, True)
           delta = anchor - guessed
           if guess == "own":
-            y = anchor - lr * delta
+            y = anchor - lr * np.stack([flatten(d) for d in delta])
             guessed = y + mu * (y - get(ybar, piece))
             put(w, piece, guessed, True)
           flying[p].append((delta if compress is None else compress(delta), guessed))
     outer = copy(theta)
     for p, parts in flying.items():
       for piece, (sent, _) in zip(fragments[p], parts, strict=True):
-        put(outer, piece, nesterov(get(theta, piece), sent.mean(0), get(buf, piece), lr, mu)[0])
+        put(outer, piece, nesterov(get(theta, piece), flatten(sent.mean(0)), get(buf, piece), lr, mu)[0])
     yield copy(w), np.stack(losses, 1), end, outer
 
 

@@ -89,6 +89,33 @@ def test_pipelined(x64, fragments, order, parts, guess, landing):
         live=guess != "own")
 
 
+@pytest.mark.parametrize("guess", ["continue", "own"])
+def test_pipelined_with_isotropic_outer_gradients(x64, guess):
+  batches = data(3, ROUNDS, steps=H)
+  method = fgd.methods.make("pipelined_diloco", fragments=["a", "b"], order="strided", aggregator="iso_c", guess=guess,
+                            outer_lr=0.6, outer_momentum=0.8)
+  check(run(method, 3, batches, INNER["adamw"]()),
+        ref.pipelined(START, batches, 3, INNER["adamw"](), gradient, BY_LEAF, "add", 0.0, guess, 0.6, 0.8,
+                      flatten=ref.iso_c), live=guess != "own", tolerance=1e-9)
+
+
+def test_one_isotropic_fragment_without_delay_is_isoloco(x64):
+  batches = data(4, ROUNDS, steps=H)
+  method = fgd.methods.make("streaming_diloco", fragments=1, delay=0, blend=0.0, aggregator="iso_c", outer_lr=1.8,
+                            outer_momentum=0.8)
+  want = ((z, loss, w, {k: v[0] for k, v in z.items()})
+          for z, loss, w in ref.isoloco(START, batches, 4, INNER["adamw"](), gradient, 1.8, 0.8))
+  check(run(method, 4, batches, INNER["adamw"]()), want, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"aggregator": "iso_c"}, "order='flat' cuts"), ({"aggregator": "ties"}, "'mean' or 'iso_c'"),
+    ({"aggregator": "isoc"}, "isoc")])
+def test_aggregators_that_cannot_work_on_fragments(options, message):
+  with pytest.raises(ValueError, match=message):
+    fgd.methods.make("pipelined_diloco", **options)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name, options", [
     ("streaming_diloco", {"fragments": 3, "order": "flat", "delay": 1}),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import Method, Outer, mean_of, narrowed, widened
+from fgd_jax.methods.base import Method, Outer, mean_of, narrowed, outer_step, widened
 from fgd_jax.mixing import Context, Mixer
 from fgd_jax.mixing.fragments import Fragments, check_fragments, make_fragments
+from fgd_jax.outer.merge import Aggregator, make_aggregator
 
 PyTree = Any
 
@@ -33,17 +35,30 @@ class Fragmented(Outer):
     fragments: P, which divides H, or a list of P path patterns.
     order: "strided" | "sequential" layers, or "flat" ranges (`fgd_jax.mixing.fragments`).
     ends: "own": what is outside the layers is the last fragment; "joined": it joins the first and last fragment of layers.
+    aggregator: "mean" of the outer gradients, or "iso_c", an isotropic spectrum of this mean (as in `IsoLoCo`; needs whole
+      matrices, so not order="flat").
+    aggregator_options: of the aggregator.
   """
 
   fragments: Any = 1
   order: str = "strided"
   ends: str = "own"
+  aggregator: str = "mean"
+  aggregator_options: Mapping[str, Any] | None = None
   mix1: Any = "global"
   mixers: ClassVar[tuple[str, ...]] = ("mix1",)
 
   def __post_init__(self):
     super().__post_init__()
     check_fragments(self.fragments, self.order, self.ends)
+    if self.merge.name not in ("mean", "iso_c"):
+      raise ValueError(f"aggregator={self.aggregator!r} does not work on the mean of a fragment; choose 'mean' or 'iso_c'.")
+    if self.merge.name == "iso_c" and self.order == "flat" and self.fragments != 1:
+      raise ValueError("aggregator='iso_c' needs whole matrices, which order='flat' cuts; choose order='strided'.")
+
+  @functools.cached_property
+  def merge(self) -> Aggregator:
+    return make_aggregator(self.aggregator, self.aggregator_options)
 
   @property
   def count(self) -> int:
@@ -98,6 +113,10 @@ class Fragmented(Outer):
 
   def arrive(self, w: PyTree, x: PyTree, fs: PyTree, memo: PyTree, ctx: Context) -> tuple[PyTree, PyTree]:
     raise TypeError(f"{type(self).__name__} does not define arrive.")
+
+  def step(self, delta: PyTree, theta: PyTree, outer: PyTree) -> tuple[PyTree, PyTree]:
+    """The outer step of a fragment with the mean outer gradient `delta`: new outer parameters and optimizer state."""
+    return outer_step(self.optimizer, self.merge.finish(delta, delta), outer, start=theta)
 
   def eval_params(self, z, ms, alive, weights=None):
     """The outer parameters: a patchwork of fragments that were exchanged at different times (arXiv 2501.18512)."""

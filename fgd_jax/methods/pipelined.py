@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import mean_of, outer_step, widened
+from fgd_jax.methods.base import mean_of, widened
 from fgd_jax.methods.fragmented import Fragmented
 
 
@@ -63,11 +63,11 @@ class PipelinedDiLoCo(Fragmented):
     delta = jax.tree.map(jnp.subtract, fs["theta"], w)
     sent = ctx.weigh(delta)
     sent = jax.tree.map(jnp.add, sent, fs["error"]) if self.feeds_back else sent
-    guess = outer_step(self.optimizer, delta, fs["outer"], start=fs["theta"])[0] if self.guess == "own" else w
+    guess = self.step(delta, fs["theta"], fs["outer"])[0] if self.guess == "own" else w
     return sent, guess, guess
 
   def arrive(self, w, x, fs, memo, ctx):
-    theta, outer = outer_step(self.optimizer, x, fs["outer"], start=fs["theta"])
+    theta, outer = self.step(x, fs["theta"], fs["outer"])
     if self.landing == "add":
       w = jax.tree.map(lambda w, t, guess: w + (t - guess), w, theta, memo)
     else:
@@ -84,7 +84,7 @@ class PipelinedDiLoCo(Fragmented):
     w = jax.vmap(lambda z: parts.take(z, 0))(wide)
     shares = alive * (jnp.float32(1) if weights is None else weights)
     w = jax.tree.map(lambda x: jnp.average(x, axis=0, weights=shares), w)
-    theta, _ = outer_step(self.optimizer, jax.tree.map(jnp.subtract, theta, w), outer, start=theta)
+    theta, _ = self.step(jax.tree.map(jnp.subtract, theta, w), theta, outer)
     groups = [mean_of(fs["theta"], alive) for fs in ms]
     groups[0] = jax.tree.map(lambda stack, new: stack.at[0].set(new), groups[0], theta)
     return self.patchwork(z, groups)

@@ -8,7 +8,6 @@ import numbers
 import jax
 import jax.numpy as jnp
 
-from fgd_jax.methods.base import outer_step
 from fgd_jax.methods.fragmented import Fragmented
 
 
@@ -53,6 +52,6 @@ class StreamingDiLoCo(Fragmented):
     return (jax.tree.map(jnp.add, delta, fs["error"]) if self.feeds_back else delta), w, ()
 
   def arrive(self, w, x, fs, memo, ctx):
-    theta, outer = outer_step(self.optimizer, x, fs["outer"], start=fs["theta"])
+    theta, outer = self.step(x, fs["theta"], fs["outer"])
     w = jax.tree.map(lambda w, t: self.blend * w + (1 - self.blend) * t, w, theta)
     return w, {**fs, "theta": theta, "outer": outer}
