@@ -64,7 +64,7 @@ def seconds(words: str, bandwidth: str) -> tuple[float, float]:
   plan, _ = netsim.plan_of_config(config)
   result = netsim.simulate(plan, netsim.read_links(bandwidth, config.workers), netsim.StepTimes((STEP_SECONDS,)),
                            rounds=config.rounds)
-  return result.seconds, result.compute_utilization
+  return result.round_ends[-1], result.compute_utilization
 
 
 def like_100_mbps(words: str, utilisation: float = 0.36) -> float:
