@@ -21,7 +21,7 @@ def scripts(monkeypatch):
 def test_interval_is_students():
   import trials
 
-  assert trials.interval([1.0, 3.0]) == pytest.approx((2.0, 12.7062), rel=1e-5)  # t(0.975, 1 degree) = 12.7062, s/sqrt(2) = 1
+  assert trials.interval([1.0, 3.0]) == pytest.approx((2.0, 12.7062), rel=1e-5)  # t(0.975, 1) s / sqrt(2)
   mean, half = trials.interval([0.0, 1.0, 2.0, 3.0, 4.0])
   assert (mean, half) == pytest.approx((2.0, 2.77645 * np.sqrt(2.5 / 5)), rel=1e-5)  # t(0.975, 4 degrees)
 
@@ -114,8 +114,8 @@ def test_correlation_finds_the_lag():
   assert np.argmax(lags) - c.AHEAD == 2 and lags[np.argmax(lags)] == pytest.approx(1)  # the loss follows two rounds later
 
 
-@pytest.mark.parametrize("method, factor", [("DiLoCo", 1), ("GlobalM1", 2), ("GlobalM1LocalM2", 1 + 3 / 7), ("LocalM1M2", 1.75),
-                                            ("LocalM1", 2.75)])
+@pytest.mark.parametrize("method, factor", [
+    ("DiLoCo", 1), ("GlobalM1", 2), ("GlobalM1LocalM2", 1 + 3 / 7), ("LocalM1M2", 1.75), ("LocalM1", 2.75)])
 def test_the_bound_is_met_without_curvature(method, factor):
   from claims_bound import Case, train
 
