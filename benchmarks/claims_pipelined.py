@@ -9,8 +9,8 @@ Registered before the first run:
   rule        with d the paired difference in held-out loss to tuned DiLoCo and its 95 % interval: "better" where this lies
               below 0, "as good" where it lies below +0.010 nats (a quarter or less of what the variants of FGD lose
               in docs/compare), "behind" where it lies above 0 and is not as good, else "not resolved"
-  cells       one thing changed at a time, three paired seeds each: M = 4, 16; H = 10, 50, 100; int8 and E3M0 payloads; 5 % of
-              the exchanges fail; 0.9M parameters; three times the tokens (--full: and 4M parameters)
+  cells       one thing changed at a time, three paired seeds each: M = 4, 16; H = 10, 50, 100; int8 and E3M0 payloads; 5 %
+              of the exchanges fail; 0.9M parameters; three times the tokens (--full: and 4M parameters)
   attempts    what might beat it, tuned and trained like everything else: the worker's own outer step as the guess, fragments
               of layers, isotropic outer gradients on landing (Iso-C)
 
