@@ -93,8 +93,9 @@ class Cluster:
     return {p: self.fetch(s, p) for s, core in enumerate(self.syncers) for p in core.owned}
 
   def add(self, speed, learner=None):
+    learner = len(self.learners) if learner is None else learner
     for core in self.syncers:
-      learner, life, n = core.join(learner, {}, self.now)
+      life, n = core.join(learner, {}, self.now)
     self.learners[learner] = LearnerCore(self.programs, learner, life, n, self.everything())
     self.speeds[learner], self.next[learner] = speed, self.now + speed
     return learner
@@ -106,7 +107,7 @@ class Cluster:
         core.receive(Reseed(self.everything()))
         syncer.healed(m, self.now)
       for p in syncer.newer(m, {p: core.version[p] for p in syncer.owned}):
-        core.receive(Arrived(p, *self.fetch(s, p)))
+        core.receive(Arrived(p, *self.fetch(s, p), syncer.members[m].taped))
       core.receive(Opened(s, syncer.epoch, *syncer.opened(m)))
       core.taped(s, syncer.members[m].taped)
 
@@ -117,8 +118,7 @@ class Cluster:
     for c in core.offers():
       c.payload, c.step_seconds = jax.device_get(c.payload), self.speeds[m]
       p = 0 if self.options.on_arrival else self.options.fragment(c.t)
-      if self.syncers[self.options.syncer_of(p)].offer(c, self.now) == "late":
-        core.retract(p, c.t)
+      self.syncers[self.options.syncer_of(p)].offer(c, self.now)
       self.settle()
 
   def settle(self):

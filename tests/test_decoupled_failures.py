@@ -15,7 +15,7 @@ from decoupled_helpers import Cluster, batch, options
 
 from fgd_jax.checkpoint import ConfigMismatchError
 from fgd_jax.config import flat
-from fgd_jax.decoupled.learner import Opened
+from fgd_jax.decoupled.learner import LearnerCore
 from fgd_jax.decoupled.options import check, fingerprint, refuse_mismatch, refuse_other_run
 from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import RESEEDS, Contribution, SyncerCore
@@ -42,7 +42,7 @@ def test_a_learner_that_died_while_it_joined_is_one_life_to_all_syncers(x64):
   cluster = Cluster(options(**{**RULES, "syncers": 2}))
   first, second = cluster.syncers
   first.join(1, {}, 1.0)  # and dies before it joins the second
-  _, life, _ = first.join(1, {}, 2.0)
+  life, _ = first.join(1, {}, 2.0)
   second.join(1, {}, 2.0, life)
   assert life == 3 and [core.members[1].life for core in cluster.syncers] == [3, 3]
   assert all(core.heard(1, 3, 3.0, 1) and not core.heard(1, 2, 3.0, 1) for core in cluster.syncers)
@@ -60,25 +60,122 @@ def test_a_step_below_its_quorum_does_not_close(x64):
   assert core.due(200.0)[0] and [c.learner for c in core.close(200.0).contributions] == [0, 2]
 
 
-def test_a_contribution_that_nobody_answered_is_made_again_with_its_error_feedback(x64):
-  cluster = Cluster(options(**RULES, codec="topk", error_feedback=True))
-  core = cluster.learners[0]
-  for _ in range(4):
-    core.step(batch(0, core.n))
-  core.receive(Opened(0, 0, 1, False, 1))
-  before = core.errors[0]
-  first, = core.offers()
-  core.step(batch(0, core.n))
-  assert core.offers() == [] and core.errors[0] is not before
-  core.lost(0, 0, 1, first.seq)
-  assert core.errors[0] is before
-  again, = core.offers()
-  assert (again.t, again.n, again.full) == (1, 5, True) and again.seq > first.seq
-  moved = core.errors[0]
-  core.lost(0, 0, 1, first.seq)  # and word of the first one says nothing of the second
-  core.retract(0, 1, first.seq)
-  assert core.offers() == [] and core.errors[0] is moved
-  assert [op[0] for op in core.ops] == ["join", "offer", "retract", "offer"]
+class Ledger:
+  """One learner's contributions of a fragment, and a syncer with a disk that may be killed at any point.
+
+  Attributes:
+    left: what the merged contributions left out, sum (delta - decoded payload): by algebra the error feedback.
+  """
+
+  def __init__(self, folder):
+    self.cluster = Cluster(options(quorum=1, inner_steps=2, fragments=1, overlap=2, codec="topk", error_feedback=True))
+    self.learner, self.store = self.cluster.learners[0], Store(str(folder))
+    self.left = zeros(self.cluster.merger, 0)
+    self.others = 0
+
+  @property
+  def syncer(self):
+    return self.cluster.syncers[0]
+
+  def make(self):
+    """The next contribution, and what it would leave out."""
+    made, = self.learner.offers()
+    made.payload = jax.device_get(made.payload)
+    w = self.cluster.programs.fragments.take(self.learner.w, 0)
+    got = self.cluster.merger.decode(0, made.payload)
+    return made, {k: np.asarray(x) - np.asarray(w[k]) - got[k] for k, x in self.learner.anchors[0].items()}
+
+  def send(self, made):
+    return self.syncer.offer(Contribution(**vars(made)), 1.0)
+
+  def merge(self):
+    closed = self.syncer.close(1.0)
+    self.store.append(self.syncer.commit(closed, self.syncer.compute(closed), 1.0, 0.0))
+    self.store.save(0, self.syncer.theta[0], self.syncer.outer[0], self.syncer.facts())
+
+  def another_merges(self):
+    self.others += 1
+    programs, learner, number = self.cluster.programs, self.learner, np.int32(1)
+    payload, _ = programs.delta(0, learner.w, learner.anchors[0], programs.no_error(0), number, number)
+    c = contribution(self.cluster, 1, t=self.syncer.t, seq=self.others, epoch=self.syncer.epoch,
+                     payload=jax.device_get(payload))
+    assert self.syncer.offer(c, 1.0) == "taken"
+    self.merge()
+
+  def kill_syncer(self):
+    self.store.append({"event": "started", "syncer_step": self.syncer.t})
+    self.cluster.syncers[0] = SyncerCore(self.cluster.options, self.cluster.merger, {}, self.cluster.params)
+    self.store.load(self.syncer, 1.0)
+
+  def hear(self):
+    assert all(self.syncer.heard(m, 1, 1.0, self.learner.n) for m in (0, 1))
+    self.cluster.deliver(0)
+
+  def train(self):
+    for _ in range(2):
+      self.learner.step(batch(0, self.learner.n))
+
+  def counts(self, without):
+    self.left = {k: x + without[k] for k, x in self.left.items()}
+
+  def check(self):
+    for k, x in self.left.items():
+      np.testing.assert_allclose(self.learner.errors[0][k], x, atol=1e-12)
+
+
+@pytest.mark.parametrize("fates", [["answer lost"], ["late"], ["syncer killed", "late"], ["syncer killed after the merge"],
+                                   ["merged", "syncer killed after the merge", "late", "syncer killed", "answer lost"]])
+def test_error_feedback_is_what_merged_contributions_left_out(x64, tmp_path, fates):
+  ledger = Ledger(tmp_path)
+  for fate in fates:
+    ledger.hear()
+    ledger.train()
+    made, without = ledger.make()
+    if fate == "late":
+      ledger.another_merges()
+      assert ledger.send(made) == "late"
+    elif fate == "syncer killed":
+      assert ledger.send(made) == "taken"
+      ledger.kill_syncer()
+      ledger.hear()
+      assert ledger.send(made) == "late"  # it was made for the syncer that is dead
+      ledger.train()  # what it has learnt meanwhile counts, too
+      again, without = ledger.make()
+      assert (again.t, again.steps) == (made.t, 4) and ledger.send(made) == "late" and ledger.send(again) == "taken"
+      ledger.merge()
+    else:
+      assert ledger.send(made) == "taken"
+      if fate == "answer lost":
+        assert ledger.send(made) == "taken"  # again, before the merge
+      ledger.merge()
+      if fate == "syncer killed after the merge":
+        ledger.kill_syncer()
+      if fate != "merged":
+        assert ledger.send(made) == "late"  # again, after the merge: it is not counted twice
+    if fate != "late":
+      ledger.counts(without)
+    ledger.hear()
+    ledger.check()
+  assert ledger.syncer.t == len(fates) + 1
+
+
+@pytest.mark.parametrize("fate", ["merged", "late", "under way"])
+def test_a_snapshot_with_a_contribution_in_doubt_is_settled_by_the_syncers_part(x64, tmp_path, fate):
+  ledger = Ledger(tmp_path)
+  ledger.hear()
+  ledger.train()
+  made, without = ledger.make()
+  saved = ledger.learner.snapshot(1)
+  if fate == "late":
+    ledger.another_merges()
+  if fate == "merged":
+    ledger.send(made)
+    ledger.merge()
+    ledger.counts(without)
+  merged = [ledger.syncer.facts()["members"]["0"]["taped"]]
+  ledger.learner = LearnerCore(ledger.cluster.programs, 0, 2, 2, ledger.cluster.everything(), {**saved, "merged": merged})
+  ledger.check()
+  assert ledger.learner.channels[0].due == (2 if fate == "under way" else 4)
 
 
 # --- what is not finite ---------------------------------------------------------------------------------------------
@@ -188,7 +285,7 @@ def syncer(actors, tmp_path):
   made = actors.Syncer(config, 256, 3, str(tmp_path), 0)
   made.keys = fingerprint(config)
   for m in range(3):
-    made.join(m, f"actor {m}", made.keys)
+    made.join(m, made.keys)
   yield made
   made.stop()
 
@@ -231,13 +328,6 @@ def test_a_syncer_that_would_not_be_finite_says_so(syncer, actors):
   assert "not finite" in news["failure"] and news["records"] == [] and actors.exits == []
 
 
-def test_a_learner_remembers_its_number_at_every_syncer(syncer):
-  number = syncer.join(None, "late", syncer.keys)["learner"]
-  assert number == 3 and syncer.join(None, "late", syncer.keys)["learner"] == 3
-  reply = syncer.join(7, "late", syncer.keys, 5)  # as another syncer says
-  assert (reply["learner"], reply["life"]) == (7, 5)
-
-
 def test_a_learner_fails_for_good_where_it_is_refused_and_starts_again_otherwise(actors):
   def fails(core, error):
     learner = object.__new__(actors.Learner)
@@ -255,48 +345,48 @@ def test_a_learner_joins_all_syncers_as_the_first_one_counts(actors, monkeypatch
   heard = []
 
   def answering(life, cut):
-    def join(number, actor, keys, life_so_far):
+    def join(number, keys, life_so_far):
       heard.append((number, life_so_far))
-      return {"learner": 2, "life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
+      return {"life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
     return SimpleNamespace(join=SimpleNamespace(remote=join))
 
   monkeypatch.setattr(actors.ray, "get", lambda x, timeout=None: x)
-  monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "a"))
   learner = object.__new__(actors.Learner)
-  learner.config, learner.number, learner.syncers = get_config(TINY), None, [answering(4, 8), answering(3, 9)]
+  learner.config, learner.number, learner.syncers = get_config(TINY), 2, [answering(4, 8), answering(3, 9)]
   learner.cut_done, learner.cut_number, learner.cut_state = threading.Condition(), 9, {"arrays": "of the life before"}
-  assert learner._join() == (4, 5, {}) and heard == [(None, None), (2, 4)]
+  assert learner._join() == (4, 5, {}) and heard == [(2, None), (2, 4)]
   assert (learner.cut_number, learner.cut_state) == (9, None)
 
 
-def test_a_syncer_that_does_not_answer_holds_up_no_contribution_to_another(actors, monkeypatch):
-  reached, answer = queue.Queue(), threading.Event()
+def test_a_contribution_is_brought_until_it_is_answered_and_holds_up_none_to_another_syncer(actors, monkeypatch):
+  reached, answer, tries = queue.Queue(), threading.Event(), []
 
-  def get(s, timeout):
-    if s == 0:
+  def get(call, timeout):
+    s, t = call
+    if s == 0 and len(tries) < 2:
+      tries.append(t)
       answer.wait(60)
       raise actors.ray.exceptions.GetTimeoutError
-    reached.put(s)
+    reached.put(call)
     return "taken"
 
   monkeypatch.setattr(actors.ray, "get", get)
   monkeypatch.setattr(actors, "RETRY_SECONDS", 0.0)
   learner = object.__new__(actors.Learner)
-  learner.options = options(**{**RULES, "syncers": 2})
-  learner.syncers = [SimpleNamespace(offer=SimpleNamespace(remote=lambda c, cut, s=s: s)) for s in (0, 1)]
+  learner.options, learner.stopped = options(**{**RULES, "syncers": 2}), False
+  learner.syncers = [SimpleNamespace(offer=SimpleNamespace(remote=lambda c, cut, s=s: (s, c.t))) for s in (0, 1)]
   learner.outboxes = [ThreadPoolExecutor(1) for _ in learner.syncers]
-  learner.inbox, learner.answers, learner.cut_number = queue.Queue(), {}, 0
+  learner.answers, learner.cut_number = {}, 0
   learner.loss, learner.step_seconds, learner.transfer = 1.0, 0.1, 0.5
   sent = [SimpleNamespace(t=t, seq=10 + t, payload={}) for t in (1, 2)]
   learner.core = SimpleNamespace(offers=lambda: sent)
   learner._offer(learner.core)
-  assert reached.get(timeout=60) == 1
-  learner.outboxes[1].shutdown()
-  transfer = learner.transfer
+  assert reached.get(timeout=60) == (1, 2)
   answer.set()
-  assert learner.inbox.get(timeout=60) == ("lost", 0, 0, 1, 11)  # asked for again
-  learner.outboxes[0].shutdown()
-  assert learner.answers == {"taken": 1, "lost": 1} and learner.transfer == transfer < 0.5
+  assert reached.get(timeout=60) == (0, 1)
+  for outbox in learner.outboxes:
+    outbox.shutdown()
+  assert tries == [1, 1] and learner.answers == {"taken": 2, "lost": 2} and learner.transfer < 0.5
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------

@@ -100,24 +100,18 @@ def start_syncers(config: ConfigDict, options: Options, vocab_size: int, workdir
 
 
 def start_learner(config: ConfigDict, shards: int, vocab_size: int, workdir: str, namespace: str, platforms: str,
-                  number: int | None = None, resumes: int = 0) -> Any:
-  """One learner; Ray restarts it when it dies."""
+                  number: int, resumes: int = 0, name: str | None = None) -> Any:
+  """One learner; Ray restarts it when it dies. `name`: by which other commands find it."""
   wanted = resources(config)
   return ray.remote(actors.Learner).options(
-      num_cpus=wanted.pop("CPU", 1), num_gpus=wanted.pop("GPU", 0), resources=wanted, max_restarts=-1, max_concurrency=8,
-      runtime_env={"env_vars": environment(config, platforms)}).remote(
+      name=name, num_cpus=wanted.pop("CPU", 1), num_gpus=wanted.pop("GPU", 0), resources=wanted, max_restarts=-1,
+      max_concurrency=8, runtime_env={"env_vars": environment(config, platforms)}).remote(
           config, vocab_size, shards, workdir, namespace, number, resumes)
 
 
-def find_syncers(namespace: str) -> list[Any]:
-  """The syncers of a run that goes on.
-
-  Raises:
-    ValueError: there is no such run.
-  """
-  named = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
-  numbers = sorted(int(name.split()[1]) for name in named if name.startswith("syncer "))
-  found = [ray.get_actor(f"syncer {s}", namespace) for s in numbers]
-  if not found:
-    raise ValueError(f"No run {namespace!r} goes on in this Ray cluster; --workdir must be that of the run to join.")
-  return found
+def find(name: str, namespace: str) -> Any:
+  """An actor of a run by its name, None where there is none."""
+  try:
+    return ray.get_actor(name, namespace)
+  except ValueError:
+    return None
