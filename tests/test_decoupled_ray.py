@@ -33,17 +33,19 @@ PACE, WATCH = 0.4, 8.0
 SLACK = 0.25
 
 
+LIVE = (f"{TINY},quorum=1,steps=100000,inner_steps=4,decoupled.fragments=2,eval_every=0,checkpoint_every=0,"
+        f"decoupled.pace={PACE},decoupled.silent_after=3,decoupled.codec=int8,decoupled.error_feedback=True")
+
+
 class Live:
   """A run that goes on, with what the tests ask of it."""
 
-  def __init__(self, workdir):
+  def __init__(self, workdir, options="learners=4"):
     self.workdir = workdir
-    config = get_config(f"{TINY},learners=4,quorum=1,steps=100000,inner_steps=4,decoupled.fragments=2,eval_every=0,"
-                        f"checkpoint_every=0,decoupled.pace={PACE},decoupled.silent_after=3,decoupled.codec=int8")
+    config = get_config(f"{LIVE},{options}")
     check(config)
     self.run = run.Run(config, workdir)
     self.until(lambda: all(s["started"] and s["n"] > 4 for s in self.statuses()), 300)
-    self.first = self.rates(range(4), lambda: self.watch(WATCH))
 
   def until(self, done, seconds):
     end = time.monotonic() + seconds
@@ -84,11 +86,14 @@ class Live:
     slack = SLACK + 2 * PACE / WATCH
     assert all(rate > (1 - slack) * self.first[m] for m, rate in rates.items()), (rates, self.first)
 
-  def contributors(self, since):
-    return {c["learner"] for record in self.tape() if record["step"] > since for c in record["contributions"]}
+  def contributors(self, since, syncer=0):
+    return {c["learner"] for record in self.tape(syncer) if record["step"] > since for c in record["contributions"]}
 
-  def tape(self):
-    return [x for x in lines(os.path.join(self.workdir, "syncer", "0", "tape.jsonl")) if "step" in x]
+  def tape(self, syncer=0):
+    return [x for x in lines(os.path.join(self.workdir, "syncer", str(syncer), "tape.jsonl")) if "step" in x]
+
+  def steps(self):
+    return [r["round"] for r in lines(os.path.join(self.workdir, "metrics.jsonl"))]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,7 @@ def live(tmp_path_factory):
   workdir = str(tmp_path_factory.mktemp("failures") / "run")
   with trainer.claimed(workdir):
     made = Live(workdir)
+    made.first = made.rates(range(4), lambda: made.watch(WATCH))
     yield made
     made.run.close()
 
@@ -153,8 +159,63 @@ def test_a_killed_syncer_loses_nothing_and_learners_train_on(live):
   step = live.run.step
   live.until(lambda: live.run.step > step + 4 and live.contributors(step) == set(range(5)), 120)
   assert {m: live.status(m)["life"] for m in range(5)} == lives
-  steps = [r["round"] for r in lines(os.path.join(live.workdir, "metrics.jsonl"))]
-  assert steps == list(range(1, len(steps) + 1))
+  assert live.steps() == list(range(1, len(live.steps()) + 1))
+
+
+# --- two syncers, joined learners -----------------------------------------------------------------------------------
+
+TWO = "decoupled.syncers=2,decoupled.pace=0.1"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+  """A run of two learners and two syncers, which a test may end."""
+  workdir = str(tmp_path_factory.mktemp("two") / "run")
+  with trainer.claimed(workdir):
+    made = Live(workdir, f"learners=2,{TWO}")
+    yield made
+    if run.ray.is_initialized():
+      made.run.close()
+
+
+def test_a_learner_and_one_of_two_syncers_are_killed(two):
+  step = two.run.step
+  os.kill(two.run._watched_syncers[1].last["pid"], signal.SIGKILL)
+  two.until(lambda: ("syncer 1", "died") in two.events(), 240)
+  os.kill(two.pid(0), signal.SIGKILL)  # it joins syncer 0 before syncer 1 is back
+  two.until(lambda: ("syncer 1", "restarted") in two.events() and ("learner 0", "restarted") in two.events(), 240)
+  os.kill(two.run._watched_syncers[0].last["pid"], signal.SIGKILL)
+  two.until(lambda: ("syncer 0", "restarted") in two.events(), 240)
+  step = two.run.step
+  two.until(lambda: two.run.step > step + 8 and two.contributors(step) == two.contributors(step, 1) == {0, 1}, 240)
+  assert two.steps() == list(range(1, len(two.steps()) + 1))
+  assert two.status(0)["life"] == 2 and two.status(1)["life"] == 1
+
+
+def test_a_joined_learner_is_started_again_and_continued_from_checkpoints(two):
+  address = run.ray.get_runtime_context().gcs_address
+  process = start("fgd_jax.decoupled", f"{LIVE},learners=2,{TWO}", two.workdir, f"--ray-address={address}", "--join=1")
+  two.until(lambda: process.poll() is not None, 240)
+  code, _, err = finish(process)
+  assert code == 0 and "Learner 2 trains" in err and "Traceback" not in err, err
+  os.kill(two.pid(2), signal.SIGKILL)
+  two.until(lambda: ("learner 2", "restarted") in two.events() and two.events("learner 2")[-1][1] == "trains", 240)
+  saved = two.run.finish()
+  before = {m: two.status(m) for m in range(3)}
+  two.run.close()
+  two.__init__(two.workdir, f"learners=3,{TWO}")
+  assert [two.status(m)["life"] for m in range(3)] == [before[m]["life"] + 1 for m in range(3)] and before[2]["life"] == 2
+  two.until(lambda: {0, 1, 2} == two.contributors(saved) == two.contributors(saved, 1), 240)
+  new = [c for x in two.tape() for c in x["contributions"] if c["life"] > before[c["learner"]]["life"] and not c["ops_from"]]
+  starts = {c["learner"]: c["ops"][0] for c in new}
+  assert all(op[0] == "join" and op[1] > 0 and op[3] != "fresh" for op in starts.values()) and sorted(starts) == [0, 1, 2]
+
+
+def test_what_was_killed_joined_and_continued_is_replayed_bit_for_bit(two):
+  two.run.close()
+  code, out, err = finish(start("fgd_jax.decoupled", f"{LIVE},learners=3,{TWO}", two.workdir, "--replay", "--json", x64="0"))
+  steps = [len(two.tape(s)) for s in (0, 1)]
+  assert code == 0 and json.loads(out) == {"steps": sum(steps), "equal": sum(steps), "first_difference": None}, err
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -163,17 +224,17 @@ EXACT = f"{TINY},learners=2,quorum=2,steps=6,inner_steps=3,decoupled.overlap=0,d
     "decoupled.fragments=1,eval_every=1,checkpoint_every=0,model.dtype=float64,model.param_dtype=float64,decoupled.pace=0.2"
 
 
-def environment():
+def environment(x64="1"):
   """As a user's shell has it: without the test suite's eight devices."""
-  return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+  return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": x64}
 
 
 def command(module, arg, workdir, *options):
   return [sys.executable, "-m", module, f"--config=configs/default.py:{arg}", f"--workdir={workdir}", *options]
 
 
-def start(*words):
-  return subprocess.Popen(command(*words), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+def start(*words, x64="1"):
+  return subprocess.Popen(command(*words), cwd=ROOT, env=environment(x64), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True)
 
 

@@ -29,10 +29,10 @@ def join(config: ConfigDict, workdir: str, address: str | None, count: int, plat
   try:
     if cluster.find("syncer 0", namespace) is None:
       raise ValueError(f"No run {namespace!r} goes on in this Ray cluster; --workdir must be that of the run to join.")
-    keys = {key: configs.flat(config)[key] for key in LEARNER_KEYS}
+    own = {key: configs.flat(config)[key] for key in LEARNER_KEYS}
     asked: list[Any] = []
     while not asked and (syncer := cluster.find("syncer 0", namespace)) is not None:
-      asked = _answer(syncer.invite, fingerprint(config), token, count=count, keys=keys, platforms=platforms)
+      asked = _answer(syncer.invite, fingerprint(config), token, count=count, own=own, platforms=platforms)
     _await_learners([f"{token} {i}" for i in range(count)], namespace)
   finally:
     ray.shutdown()

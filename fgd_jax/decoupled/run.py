@@ -166,7 +166,7 @@ class Run:
     """Starts the learners that `joining.join` has asked for."""
     config = self.config.copy_and_resolve_references()
     with config.unlocked():
-      config.update_from_flattened_dict(event["keys"])
+      config.update_from_flattened_dict(event["own"])
     for i in range(event["count"]):
       self.add_learner(None, config, event["platforms"], f"{event['token']} {i}")
 
