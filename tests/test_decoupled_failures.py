@@ -413,6 +413,14 @@ def test_an_address_that_is_not_ray_is_refused_within_the_limit(monkeypatch):
     assert time.monotonic() - began < 15
 
 
+def test_a_cluster_that_wants_a_token_is_named(monkeypatch):
+  cluster = pytest.importorskip("fgd_jax.decoupled.cluster", reason="needs ray")
+  refusal = SimpleNamespace(stderr="W gcs_client.cc: Unauthenticated: RPC error: InvalidAuthToken: token is missing")
+  monkeypatch.setattr(cluster.subprocess, "run", lambda *words, **options: refusal)
+  with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ValueError, match="wants a token.*RAY_AUTH_MODE=token"):
+    cluster.connect(f"127.0.0.1:{server.getsockname()[1]}", 0, "x")
+
+
 def test_runs_in_folders_of_the_same_name_have_names_of_their_own(tmp_path):
   run = pytest.importorskip("fgd_jax.decoupled.run", reason="needs ray")
   names = {run.namespace_of(str(tmp_path / folder / "run")) for folder in ("a", "b", "a/../b")}
