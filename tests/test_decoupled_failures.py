@@ -417,7 +417,8 @@ def test_a_cluster_that_wants_a_token_is_named(monkeypatch):
   cluster = pytest.importorskip("fgd_jax.decoupled.cluster", reason="needs ray")
   refusal = SimpleNamespace(stderr="W gcs_client.cc: Unauthenticated: RPC error: InvalidAuthToken: token is missing")
   monkeypatch.setattr(cluster.subprocess, "run", lambda *words, **options: refusal)
-  with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ValueError, match="wants a token.*RAY_AUTH_MODE=token"):
+  refused = pytest.raises(ValueError, match="wants a token.*RAY_AUTH_MODE=token")
+  with socket.create_server(("127.0.0.1", 0)) as server, refused:
     cluster.connect(f"127.0.0.1:{server.getsockname()[1]}", 0, "x")
 
 
