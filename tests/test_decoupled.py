@@ -384,9 +384,9 @@ def test_a_learner_continues_from_its_snapshot_bit_for_bit(x64, policy):
   resumed.now = cluster.now
   resumed.syncers[0].recall(facts, *memory, 1, resumed.now)
   for m, state in saved.items():
-    merged = {"merged": [facts["members"][str(m)]["taped"]]}
+    state["facts"]["merged"] = [facts["members"][str(m)]["taped"]]
     life, n = resumed.syncers[0].join(m, {}, resumed.now)
-    resumed.learners[m] = LearnerCore(resumed.programs, m, life, n, resumed.everything(), {**state, **merged})
+    resumed.learners[m] = LearnerCore(resumed.programs, m, life, n, resumed.everything(), state)
     resumed.next[m] = cluster.next[m]
     assert (life, resumed.learners[m].n) == (2, cluster.learners[m].n)
   for one in (cluster, resumed):

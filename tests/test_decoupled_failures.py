@@ -172,8 +172,8 @@ def test_a_snapshot_with_a_contribution_in_doubt_is_settled_by_the_syncers_part(
     ledger.send(made)
     ledger.merge()
     ledger.counts(without)
-  merged = [ledger.syncer.facts()["members"]["0"]["taped"]]
-  ledger.learner = LearnerCore(ledger.cluster.programs, 0, 2, 2, ledger.cluster.everything(), {**saved, "merged": merged})
+  saved["facts"]["merged"] = [ledger.syncer.facts()["members"]["0"]["taped"]]
+  ledger.learner = LearnerCore(ledger.cluster.programs, 0, 2, 2, ledger.cluster.everything(), saved)
   ledger.check()
   assert ledger.learner.channels[0].due == (2 if fate == "under way" else 4)
 
@@ -328,6 +328,20 @@ def test_a_syncer_that_would_not_be_finite_says_so(syncer, actors):
   assert "not finite" in news["failure"] and news["records"] == [] and actors.exits == []
 
 
+def test_learners_are_asked_for_once_and_by_the_runs_config_only(syncer, actors, tmp_path):
+  own = {"decoupled.pace": 0.5, "decoupled.resources": "GPU=1", "allow_cpu": False}
+  for token in ("a", "b", "a"):  # the answer to the first one was lost
+    syncer.invite(syncer.keys, token, count=2, own=own, platforms="cuda")
+  again = actors.Syncer(get_config(TINY), 256, 3, str(tmp_path), 0)
+  again.keys = syncer.keys
+  again.invite(syncer.keys, "b", count=2, own=own, platforms="cuda")  # and after a restart
+  invited = [e for e in again.news(0, 0)["events"] if e["event"] == "invited"]
+  again.stop()
+  assert [e["token"] for e in invited] == ["a", "b"] and invited[0]["own"] == own and invited[0]["count"] == 2
+  with pytest.raises(ValueError, match="--join has inner.lr=9.0, but the run has"):
+    syncer.invite({**syncer.keys, "inner.lr": 9.0}, "c", count=1, own=own, platforms="")
+
+
 def test_a_learner_fails_for_good_where_it_is_refused_and_starts_again_otherwise(actors):
   def fails(core, error):
     learner = object.__new__(actors.Learner)
@@ -459,6 +473,28 @@ def test_learners_that_never_get_a_place_end_the_run(quiet):
   made._watched_learners[1].last = {"failure": None}
   made.tick()
   assert made._start is None
+
+
+def test_joined_learners_continue_resting_states_first_and_have_new_numbers(quiet, monkeypatch):
+  run, made = quiet
+  started, given = [], []
+  handle = SimpleNamespace(give=SimpleNamespace(remote=given.append))
+  monkeypatch.setattr(run.cluster, "start_learner", lambda *words: started.append(words) or handle)
+  made.config, made.platforms, made.vocab_size = get_config("decoupled.pace=0"), "cpu", 256
+  made.learners, made._watched_learners, made._numbers, made._next = [], [], set(), 6
+  made._unused, made._lives = {0: "state 0", 4: "state 4"}, {0: 2, 4: 7, 5: 1}  # two of six learners had died at the cut
+  for m in range(3):
+    made.add_learner(m)
+  own = {"decoupled.pace": 0.5, "decoupled.resources": "GPU=1"}
+  made._admit({"count": 3, "token": "t", "platforms": "cuda", "own": own})
+  made.add_learner()
+  numbers = [words[6] for words in started]
+  assert numbers == [0, 1, 2, 4, 6, 7, 8] and [w.name for w in made._watched_learners] == [f"learner {m}" for m in numbers]
+  assert given == ["state 0", "state 4"] and [words[7] for words in started] == [3, 0, 0, 8, 0, 0, 0]  # lives that resume
+  assert [words[8] for words in started[3:]] == ["t 0", "t 1", "t 2", None]
+  config, *_, platforms = started[3][:6]
+  assert (config.decoupled.pace, config.decoupled.resources, platforms) == (0.5, "GPU=1", "cuda")
+  assert made.config.decoupled.pace == 0 and started[6][0] is made.config
 
 
 def test_a_syncer_that_does_not_start_again_ends_the_run(quiet):

@@ -89,8 +89,8 @@ class LearnerCore:
     learner, life: as the syncer numbers it.
     n: inner steps so far; also the position in its data and in the learning rate's schedule.
     fragments: all global fragments, {p: (version, fragment)}.
-    saved: the state of a checkpoint instead of a fresh one, see `snapshot`, and "merged": for each syncer, how many
-      operations of this learner its tape has at that checkpoint.
+    saved: the state of a checkpoint instead of a fresh one, see `snapshot`, whose facts have "merged" by now: for each
+      syncer, how many operations of this learner its tape has at that checkpoint.
 
   Attributes:
     w, opt: parameters and inner optimizer state. n: inner steps.
@@ -111,7 +111,7 @@ class LearnerCore:
       self._begin(fragments)
     else:
       self._continue(saved, {p: t for p, (t, _) in fragments.items()})
-    start = ["fresh"] if saved is None else [saved["facts"]["cut"], list(saved["merged"])]
+    start = ["fresh"] if saved is None else [saved["facts"]["cut"], saved["facts"]["merged"]]
     self._did("join", {str(p): t for p, (t, _) in fragments.items()}, *start)
     if saved is not None:
       for p, (t, fragment) in fragments.items():
@@ -273,7 +273,7 @@ class LearnerCore:
     self.channels = {s: Channel(due=due, interval=interval) for s, (due, interval) in enumerate(facts["channels"])}
     for p, (t, seq) in ((int(p), sent) for p, sent in facts["sent"].items()):
       s = self.options.syncer_of(p)
-      if saved["merged"][s] != seq + 1:
+      if facts["merged"][s] != seq + 1:
         self.errors[p] = jax.tree.map(jnp.asarray, arrays["errors_before"][p])
         if there[p] < t or self.options.on_arrival:  # it never arrived: it is sent again
           self.channels[s].due = min(self.channels[s].due, self.n)

@@ -102,7 +102,10 @@ class Replay:
     if kind == "join":
       versions, start, *merged = what
       fragments = {int(p): self._global(int(p), t) for p, t in versions.items()}
-      saved = None if start == "fresh" else {**self._cut_of(life, start), "merged": merged[0]}
+      saved = None
+      if start != "fresh":
+        saved = self._cut_of(life, start)
+        saved = {**saved, "facts": {**saved["facts"], "merged": merged[0]}}
       self._cores[life] = LearnerCore(self._programs, *life, n, fragments, saved)
       return
     core = self._cores[life]

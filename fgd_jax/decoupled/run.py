@@ -123,7 +123,8 @@ class Run:
     syncers, learners, shards = cuts.restore([(c.theta, c.outer) for c in cores], like)
     cuts.close()
     for m, state in learners.items():
-      state["merged"] = [part["facts"]["members"].get(str(m), {}).get("taped", 0) for part in syncers]
+      merged = [part["facts"]["members"].get(str(m), {}).get("taped", 0) for part in syncers]
+      state["facts"].setdefault("merged", merged)  # a state that no learner has continued since keeps what it had
     for part in syncers:
       for m, member in part["facts"]["members"].items():
         self._lives[int(m)] = max(self._lives.get(int(m), 0), member["life"])
