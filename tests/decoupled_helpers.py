@@ -12,7 +12,7 @@ from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
 from fgd_jax.decoupled.merging import Merger
 from fgd_jax.decoupled.options import Options
 from fgd_jax.decoupled.programs import Programs
-from fgd_jax.decoupled.syncer import SyncerCore
+from fgd_jax.decoupled.syncer import Contribution, SyncerCore
 from fgd_jax.methods.base import Outer
 from fgd_jax.outer.merge import make_aggregator
 
@@ -149,3 +149,13 @@ class Cluster:
   def theta(self):
     """The global parameters, as the learners get them."""
     return self.programs.assemble({p: x for p, (_, x) in self.everything().items()})
+
+
+def zeros(merger, p):
+  return {k: np.zeros(x.shape, x.dtype) for k, x in merger.fragments.shape(p).items()}
+
+
+def contribution(cluster, learner, life=1, **changes):
+  usual = dict(learner=learner, life=life, t=1, n=4, seq=1, steps=4, tokens=32, full=True, loss=1.0, ops_from=0,
+               ops=[["join", 0, {}, "fresh"], ["offer", 4, 1]], payload=zeros(cluster.merger, 0))
+  return Contribution(**{**usual, **changes})
