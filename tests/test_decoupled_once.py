@@ -1,4 +1,4 @@
-"""Contributions of Decoupled DiLoCo that come twice, late, or to a syncer that was killed: each counts once or not at all."""
+"""Contributions of Decoupled DiLoCo that come twice, late, or to a syncer that was killed: each counts once or not."""
 
 import jax
 import numpy as np
