@@ -12,7 +12,7 @@ from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
 from fgd_jax.decoupled.merging import Merger
 from fgd_jax.decoupled.options import Options
 from fgd_jax.decoupled.programs import Programs
-from fgd_jax.decoupled.syncer import SyncerCore
+from fgd_jax.decoupled.syncer import Contribution, SyncerCore
 from fgd_jax.methods.base import Outer
 from fgd_jax.outer.merge import make_aggregator
 
@@ -93,8 +93,9 @@ class Cluster:
     return {p: self.fetch(s, p) for s, core in enumerate(self.syncers) for p in core.owned}
 
   def add(self, speed, learner=None):
+    learner = len(self.learners) if learner is None else learner
     for core in self.syncers:
-      learner, life, n = core.join(learner, {}, self.now)
+      life, n = core.join(learner, {}, self.now)
     self.learners[learner] = LearnerCore(self.programs, learner, life, n, self.everything())
     self.speeds[learner], self.next[learner] = speed, self.now + speed
     return learner
@@ -106,7 +107,7 @@ class Cluster:
         core.receive(Reseed(self.everything()))
         syncer.healed(m, self.now)
       for p in syncer.newer(m, {p: core.version[p] for p in syncer.owned}):
-        core.receive(Arrived(p, *self.fetch(s, p)))
+        core.receive(Arrived(p, *self.fetch(s, p), syncer.members[m].taped))
       core.receive(Opened(s, syncer.epoch, *syncer.opened(m)))
       core.taped(s, syncer.members[m].taped)
 
@@ -117,8 +118,7 @@ class Cluster:
     for c in core.offers():
       c.payload, c.step_seconds = jax.device_get(c.payload), self.speeds[m]
       p = 0 if self.options.on_arrival else self.options.fragment(c.t)
-      if self.syncers[self.options.syncer_of(p)].offer(c, self.now) == "late":
-        core.retract(p, c.t)
+      self.syncers[self.options.syncer_of(p)].offer(c, self.now)
       self.settle()
 
   def settle(self):
@@ -149,3 +149,13 @@ class Cluster:
   def theta(self):
     """The global parameters, as the learners get them."""
     return self.programs.assemble({p: x for p, (_, x) in self.everything().items()})
+
+
+def zeros(merger, p):
+  return {k: np.zeros(x.shape, x.dtype) for k, x in merger.fragments.shape(p).items()}
+
+
+def contribution(cluster, learner, life=1, **changes):
+  usual = dict(learner=learner, life=life, t=1, n=4, seq=1, steps=4, tokens=32, full=True, loss=1.0, ops_from=0,
+               ops=[["join", 0, {}, "fresh"], ["offer", 4, 1]], payload=zeros(cluster.merger, 0))
+  return Contribution(**{**usual, **changes})

@@ -363,8 +363,9 @@ def test_a_lost_contribution_is_sent_again_and_a_late_one_is_refused(x64):
     np.testing.assert_array_equal(x, again.payload[k])
   assert [op[0] for op in core.ops] == ["join", "offer", "retract", "offer"]
   send = lambda c: syncer.offer(Contribution(**{**vars(c), "payload": jax.device_get(c.payload)}), 1.0)
-  # The first one was under way while the syncer started again: the second takes its place, whatever comes first.
-  assert send(first) == "taken" and send(again) == "taken" and send(first) == "late"
+  syncer.epoch = 1
+  assert send(first) == "late"  # it was under way while the syncer started again
+  assert send(again) == "taken" and send(again) == "taken"  # the first answer was lost
   assert [(c.seq, c.n) for c in syncer._in.values()] == [(again.seq, 4)]
   again.t = 7
   assert send(again) == "late"
@@ -383,7 +384,8 @@ def test_a_learner_continues_from_its_snapshot_bit_for_bit(x64, policy):
   resumed.now = cluster.now
   resumed.syncers[0].recall(facts, *memory, 1, resumed.now)
   for m, state in saved.items():
-    _, life, n = resumed.syncers[0].join(m, {}, resumed.now)
+    state["facts"]["merged"] = [facts["members"][str(m)]["taped"]]
+    life, n = resumed.syncers[0].join(m, {}, resumed.now)
     resumed.learners[m] = LearnerCore(resumed.programs, m, life, n, resumed.everything(), state)
     resumed.next[m] = cluster.next[m]
     assert (life, resumed.learners[m].n) == (2, cluster.learners[m].n)
@@ -530,7 +532,7 @@ def test_a_learner_with_another_config_is_refused():
   cluster = Cluster(options())
   cluster.syncers[0].keys = ours
   with pytest.raises(ValueError, match="decoupled.merge='mean'"):
-    cluster.syncers[0].join(None, fingerprint(get_config("decoupled.merge=mean")), 0.0)
+    cluster.syncers[0].join(2, fingerprint(get_config("decoupled.merge=mean")), 0.0)
 
 
 def test_a_learner_on_a_mesh_of_its_own_has_the_same_numbers(x64):

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from decoupled_helpers import Cluster, batch, options
+from decoupled_helpers import Cluster, contribution, options, zeros
 
 from fgd_jax.checkpoint import ConfigMismatchError
 from fgd_jax.config import flat
-from fgd_jax.decoupled.learner import Opened
 from fgd_jax.decoupled.options import check, fingerprint, refuse_mismatch, refuse_other_run
 from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import RESEEDS, Contribution, SyncerCore
@@ -25,16 +24,6 @@ from fgd_jax.quarantine import NonFiniteError
 RULES = dict(learners=3, quorum=1, inner_steps=4, fragments=4, overlap=2, grace=0.9, merge="rda", silent_after=3.5)
 
 
-def zeros(merger, p):
-  return {k: np.zeros(x.shape, x.dtype) for k, x in merger.fragments.shape(p).items()}
-
-
-def contribution(cluster, learner, life=1, **changes):
-  usual = dict(learner=learner, life=life, t=1, n=4, seq=1, steps=4, tokens=32, full=True, loss=1.0, ops_from=0,
-               ops=[["join", 0, {}, "fresh"], ["offer", 4, 1]], payload=zeros(cluster.merger, 0))
-  return Contribution(**{**usual, **changes})
-
-
 # --- lives, quorum, contributions -----------------------------------------------------------------------------------
 
 
@@ -42,7 +31,7 @@ def test_a_learner_that_died_while_it_joined_is_one_life_to_all_syncers(x64):
   cluster = Cluster(options(**{**RULES, "syncers": 2}))
   first, second = cluster.syncers
   first.join(1, {}, 1.0)  # and dies before it joins the second
-  _, life, _ = first.join(1, {}, 2.0)
+  life, _ = first.join(1, {}, 2.0)
   second.join(1, {}, 2.0, life)
   assert life == 3 and [core.members[1].life for core in cluster.syncers] == [3, 3]
   assert all(core.heard(1, 3, 3.0, 1) and not core.heard(1, 2, 3.0, 1) for core in cluster.syncers)
@@ -58,27 +47,6 @@ def test_a_step_below_its_quorum_does_not_close(x64):
   assert core.due(1.2) == (False, None) and core.due(100.0) == (False, None) and not core.opened(2)[1]
   assert core.offer(contribution(cluster, 2, step_seconds=1.0), 101.0) == "taken"
   assert core.due(200.0)[0] and [c.learner for c in core.close(200.0).contributions] == [0, 2]
-
-
-def test_a_contribution_that_nobody_answered_is_made_again_with_its_error_feedback(x64):
-  cluster = Cluster(options(**RULES, codec="topk", error_feedback=True))
-  core = cluster.learners[0]
-  for _ in range(4):
-    core.step(batch(0, core.n))
-  core.receive(Opened(0, 0, 1, False, 1))
-  before = core.errors[0]
-  first, = core.offers()
-  core.step(batch(0, core.n))
-  assert core.offers() == [] and core.errors[0] is not before
-  core.lost(0, 0, 1, first.seq)
-  assert core.errors[0] is before
-  again, = core.offers()
-  assert (again.t, again.n, again.full) == (1, 5, True) and again.seq > first.seq
-  moved = core.errors[0]
-  core.lost(0, 0, 1, first.seq)  # and word of the first one says nothing of the second
-  core.retract(0, 1, first.seq)
-  assert core.offers() == [] and core.errors[0] is moved
-  assert [op[0] for op in core.ops] == ["join", "offer", "retract", "offer"]
 
 
 # --- what is not finite ---------------------------------------------------------------------------------------------
@@ -188,7 +156,7 @@ def syncer(actors, tmp_path):
   made = actors.Syncer(config, 256, 3, str(tmp_path), 0)
   made.keys = fingerprint(config)
   for m in range(3):
-    made.join(m, f"actor {m}", made.keys)
+    made.join(m, made.keys)
   yield made
   made.stop()
 
@@ -231,11 +199,18 @@ def test_a_syncer_that_would_not_be_finite_says_so(syncer, actors):
   assert "not finite" in news["failure"] and news["records"] == [] and actors.exits == []
 
 
-def test_a_learner_remembers_its_number_at_every_syncer(syncer):
-  number = syncer.join(None, "late", syncer.keys)["learner"]
-  assert number == 3 and syncer.join(None, "late", syncer.keys)["learner"] == 3
-  reply = syncer.join(7, "late", syncer.keys, 5)  # as another syncer says
-  assert (reply["learner"], reply["life"]) == (7, 5)
+def test_learners_are_asked_for_once_and_by_the_runs_config_only(syncer, actors, tmp_path):
+  own = {"decoupled.pace": 0.5, "decoupled.resources": "GPU=1", "allow_cpu": False}
+  for token in ("a", "b", "a"):  # the answer to the first one was lost
+    syncer.invite(syncer.keys, token, count=2, own=own, platforms="cuda")
+  again = actors.Syncer(get_config(TINY), 256, 3, str(tmp_path), 0)
+  again.keys = syncer.keys
+  again.invite(syncer.keys, "b", count=2, own=own, platforms="cuda")  # and after a restart
+  invited = [e for e in again.news(0, 0)["events"] if e["event"] == "invited"]
+  again.stop()
+  assert [e["token"] for e in invited] == ["a", "b"] and invited[0]["own"] == own and invited[0]["count"] == 2
+  with pytest.raises(ValueError, match="--join has inner.lr=9.0, but the run has"):
+    syncer.invite({**syncer.keys, "inner.lr": 9.0}, "c", count=1, own=own, platforms="")
 
 
 def test_a_learner_fails_for_good_where_it_is_refused_and_starts_again_otherwise(actors):
@@ -255,48 +230,48 @@ def test_a_learner_joins_all_syncers_as_the_first_one_counts(actors, monkeypatch
   heard = []
 
   def answering(life, cut):
-    def join(number, actor, keys, life_so_far):
+    def join(number, keys, life_so_far):
       heard.append((number, life_so_far))
-      return {"learner": 2, "life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
+      return {"life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
     return SimpleNamespace(join=SimpleNamespace(remote=join))
 
   monkeypatch.setattr(actors.ray, "get", lambda x, timeout=None: x)
-  monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "a"))
   learner = object.__new__(actors.Learner)
-  learner.config, learner.number, learner.syncers = get_config(TINY), None, [answering(4, 8), answering(3, 9)]
+  learner.config, learner.number, learner.syncers = get_config(TINY), 2, [answering(4, 8), answering(3, 9)]
   learner.cut_done, learner.cut_number, learner.cut_state = threading.Condition(), 9, {"arrays": "of the life before"}
-  assert learner._join() == (4, 5, {}) and heard == [(None, None), (2, 4)]
+  assert learner._join() == (4, 5, {}) and heard == [(2, None), (2, 4)]
   assert (learner.cut_number, learner.cut_state) == (9, None)
 
 
-def test_a_syncer_that_does_not_answer_holds_up_no_contribution_to_another(actors, monkeypatch):
-  reached, answer = queue.Queue(), threading.Event()
+def test_a_contribution_is_brought_until_it_is_answered_and_holds_up_none_to_another_syncer(actors, monkeypatch):
+  reached, answer, tries = queue.Queue(), threading.Event(), []
 
-  def get(s, timeout):
-    if s == 0:
+  def get(call, timeout):
+    s, t = call
+    if s == 0 and len(tries) < 2:
+      tries.append(t)
       answer.wait(60)
       raise actors.ray.exceptions.GetTimeoutError
-    reached.put(s)
+    reached.put(call)
     return "taken"
 
   monkeypatch.setattr(actors.ray, "get", get)
   monkeypatch.setattr(actors, "RETRY_SECONDS", 0.0)
   learner = object.__new__(actors.Learner)
-  learner.options = options(**{**RULES, "syncers": 2})
-  learner.syncers = [SimpleNamespace(offer=SimpleNamespace(remote=lambda c, cut, s=s: s)) for s in (0, 1)]
+  learner.options, learner.stopped = options(**{**RULES, "syncers": 2}), False
+  learner.syncers = [SimpleNamespace(offer=SimpleNamespace(remote=lambda c, cut, s=s: (s, c.t))) for s in (0, 1)]
   learner.outboxes = [ThreadPoolExecutor(1) for _ in learner.syncers]
-  learner.inbox, learner.answers, learner.cut_number = queue.Queue(), {}, 0
+  learner.answers, learner.cut_number = {}, 0
   learner.loss, learner.step_seconds, learner.transfer = 1.0, 0.1, 0.5
   sent = [SimpleNamespace(t=t, seq=10 + t, payload={}) for t in (1, 2)]
   learner.core = SimpleNamespace(offers=lambda: sent)
   learner._offer(learner.core)
-  assert reached.get(timeout=60) == 1
-  learner.outboxes[1].shutdown()
-  transfer = learner.transfer
+  assert reached.get(timeout=60) == (1, 2)
   answer.set()
-  assert learner.inbox.get(timeout=60) == ("lost", 0, 0, 1, 11)  # asked for again
-  learner.outboxes[0].shutdown()
-  assert learner.answers == {"taken": 1, "lost": 1} and learner.transfer == transfer < 0.5
+  assert reached.get(timeout=60) == (0, 1)
+  for outbox in learner.outboxes:
+    outbox.shutdown()
+  assert tries == [1, 1] and learner.answers == {"taken": 2, "lost": 2} and learner.transfer < 0.5
 
 
 # --- the cluster ----------------------------------------------------------------------------------------------------
@@ -321,6 +296,15 @@ def test_an_address_that_is_not_ray_is_refused_within_the_limit(monkeypatch):
     with pytest.raises(ValueError, match="something answers there, but not as Ray within 3 s"):
       cluster.connect(f"127.0.0.1:{server.getsockname()[1]}", 0, "x")
     assert time.monotonic() - began < 15
+
+
+def test_a_cluster_that_wants_a_token_is_named(monkeypatch):
+  cluster = pytest.importorskip("fgd_jax.decoupled.cluster", reason="needs ray")
+  refusal = SimpleNamespace(stderr="W gcs_client.cc: Unauthenticated: RPC error: InvalidAuthToken: token is missing")
+  monkeypatch.setattr(cluster.subprocess, "run", lambda *words, **options: refusal)
+  refused = pytest.raises(ValueError, match="wants a token.*RAY_AUTH_MODE=token")
+  with socket.create_server(("127.0.0.1", 0)) as server, refused:
+    cluster.connect(f"127.0.0.1:{server.getsockname()[1]}", 0, "x")
 
 
 def test_runs_in_folders_of_the_same_name_have_names_of_their_own(tmp_path):
@@ -360,6 +344,28 @@ def test_learners_that_never_get_a_place_end_the_run(quiet):
   made._watched_learners[1].last = {"failure": None}
   made.tick()
   assert made._start is None
+
+
+def test_joined_learners_continue_resting_states_first_and_have_new_numbers(quiet, monkeypatch):
+  run, made = quiet
+  started, given = [], []
+  handle = SimpleNamespace(give=SimpleNamespace(remote=given.append))
+  monkeypatch.setattr(run.cluster, "start_learner", lambda *words: started.append(words) or handle)
+  made.config, made.platforms, made.vocab_size = get_config("decoupled.pace=0"), "cpu", 256
+  made.learners, made._watched_learners, made._numbers, made._next = [], [], set(), 6
+  made._unused, made._lives = {0: "state 0", 4: "state 4"}, {0: 2, 4: 7, 5: 1}  # two of six learners had died at the cut
+  for m in range(3):
+    made.add_learner(m)
+  own = {"decoupled.pace": 0.5, "decoupled.resources": "GPU=1"}
+  made._admit({"count": 3, "token": "t", "platforms": "cuda", "own": own})
+  made.add_learner()
+  numbers = [words[6] for words in started]
+  assert numbers == [0, 1, 2, 4, 6, 7, 8] and [w.name for w in made._watched_learners] == [f"learner {m}" for m in numbers]
+  assert given == ["state 0", "state 4"] and [words[7] for words in started] == [3, 0, 0, 8, 0, 0, 0]  # lives that resume
+  assert [words[8] for words in started[3:]] == ["t 0", "t 1", "t 2", None]
+  config, *_, platforms = started[3][:6]
+  assert (config.decoupled.pace, config.decoupled.resources, platforms) == (0.5, "GPU=1", "cuda")
+  assert made.config.decoupled.pace == 0 and started[6][0] is made.config
 
 
 def test_a_syncer_that_does_not_start_again_ends_the_run(quiet):

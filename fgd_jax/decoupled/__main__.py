@@ -59,9 +59,9 @@ def main(argv: list[str]) -> None:
       _show(replay(config, workdir))
       return
     _need_ray()
-    from fgd_jax.decoupled import run
+    from fgd_jax.decoupled import joining, run
     if flags.FLAGS.join:
-      run.join(config, workdir, flags.FLAGS["ray-address"].value, flags.FLAGS.join, PLATFORMS)
+      joining.join(config, workdir, flags.FLAGS["ray-address"].value, flags.FLAGS.join, PLATFORMS)
       return
     summary = run.decoupled(config, workdir, flags.FLAGS["ray-address"].value, PLATFORMS)
     logging.info("Done: held-out loss %.4f after %d syncer steps. Figures in %s.", summary["eval_loss"], summary["steps"],
@@ -87,7 +87,8 @@ if __name__ == "__main__":
       "configs/default.py can also be set by --config.KEY=VALUE; policies: " + ", ".join(POLICIES) + "."))
   flags.DEFINE_string("workdir", None, "Folder of the run (required); the same command resumes it.")
   flags.DEFINE_string("ray-address", None, "HOST:PORT of a Ray cluster, or auto; without it a local one is started.")
-  flags.DEFINE_integer("join", 0, "Add so many learners to the run with this --workdir that goes on in the Ray cluster.")
+  flags.DEFINE_integer("join", 0, "Add so many learners to the run with this --workdir that goes on in the Ray cluster."
+                       " They belong to it from then on.")
   flags.DEFINE_boolean("replay", False, "Compute the run in --workdir once more from its tape, and compare.")
   flags.DEFINE_boolean("json", False, "Print the summary as JSON.")
   flags.mark_flag_as_required("config")

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from fgd_jax import data
 from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
 from fgd_jax.decoupled.merging import Merger
-from fgd_jax.decoupled.options import fingerprint, make_options
+from fgd_jax.decoupled.options import fingerprint, make_options, refuse_mismatch
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
@@ -37,6 +37,19 @@ POLL_SECONDS = 0.5  # how long a poll without news may take
 CALL_SECONDS = 30.0  # after which a call counts as lost
 RETRY_SECONDS = 0.2  # between attempts to reach a syncer that does not answer
 CLOCK = time.time
+
+
+class Cut(NamedTuple):
+  """Message to a learner: a checkpoint is taken."""
+
+  number: int
+
+
+class Taped(NamedTuple):
+  """Message to a learner: the syncer has so many of its operations on its tape."""
+
+  syncer: int
+  operations: int
 
 
 def use_compilation_cache(workdir: str) -> None:
@@ -70,14 +83,12 @@ class Syncer:
     self.folder = os.path.join(workdir, "syncer", str(index))
     self.store = Store(self.folder)
     self.store.load(self.core, CLOCK())
-    self.about = {"vocab_size": vocab_size, "shards": shards}
     self.lock = threading.Condition()
     self.refs = {p: (self.core.version[p], ray.put(merger.outgoing(p, self.core.theta[p]))) for p in self.core.owned}
     # Both grow over restarts, so that a reader's place in them stays what it is.
     lines = list(read_tape(os.path.join(self.folder, TAPE)))
     self.records = [line for line in lines if "step" in line]
     self.events = [line for line in lines if "event" in line]
-    self.numbers: dict[str, int] = {}  # of learners, by the identity of their actor, which outlives restarts
     self.cut_number = 0  # of the newest checkpoint that this syncer is part of
     self.cut_state: dict[str, Any] = {}
     self.stopped = False
@@ -135,14 +146,12 @@ class Syncer:
 
   # --- learners ------------------------------------------------------------------------------------------------------
 
-  def join(self, learner: int | None, actor: str, keys: Mapping[str, Any], life: int | None = None) -> dict[str, Any]:
-    """A learner begins; see `SyncerCore.join`. Returns its number, life, inner step and all fragments."""
+  def join(self, learner: int, keys: Mapping[str, Any], life: int | None = None) -> dict[str, Any]:
+    """A learner begins; see `SyncerCore.join`. Returns its life, inner step and all fragments."""
     with self.lock:
-      learner = self.numbers.get(actor) if learner is None else learner
-      number, life, n = self.core.join(learner, keys, CLOCK(), life)
-      self.numbers[actor] = number
+      life, n = self.core.join(learner, keys, CLOCK(), life)
       self._write_events()
-      return {"learner": number, "life": life, "n": n, "cut": self.cut_number,
+      return {"life": life, "n": n, "cut": self.cut_number,
               "fragments": {p: (t, [ref]) for p, (t, ref) in self.refs.items()}}
 
   def poll(self, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,9 +207,13 @@ class Syncer:
       return {"records": self.records[steps:], "events": self.events[events:], "pid": os.getpid(),
               "failure": self.failure or self.core.failure}
 
-  def data(self) -> dict[str, int]:
-    """What a learner that joins late has to know of the run's data: vocab_size and shards."""
-    return self.about
+  def invite(self, keys: Mapping[str, Any], token: str, **request: Any) -> None:
+    """Asks the run, by an event that it reads, for more learners; once for each token. `request`: see `joining.join`."""
+    refuse_mismatch(self.core.keys, keys, "--join")
+    with self.lock:
+      if all(event.get("token") != token for event in self.events):
+        self.core.note(CLOCK(), "run", "invited", f"--join={request['count']}", token=token, **request)
+        self._write_events()
 
   def facts(self) -> dict[str, Any]:
     """See `SyncerCore.facts`."""
@@ -237,11 +250,11 @@ class Learner:
   Args:
     config, vocab_size, shards, workdir: as for `Syncer`.
     namespace: of the run, in which the syncers have their names.
-    number: of the learner; None: the next free one.
+    number: of the learner.
     resumes: the life that begins with a checkpoint's state, which `give` brings; 0: none.
   """
 
-  def __init__(self, config: ConfigDict, vocab_size: int, shards: int, workdir: str, namespace: str, number: int | None,
+  def __init__(self, config: ConfigDict, vocab_size: int, shards: int, workdir: str, namespace: str, number: int,
                resumes: int):
     use_compilation_cache(workdir)
     self.config, self.vocab_size, self.number = config, vocab_size, number
@@ -288,7 +301,7 @@ class Learner:
         saved = self.given.get(timeout=CALL_SECONDS)
       except queue.Empty:
         logging.warning("The checkpoint's state did not arrive; starting from the global parameters.")
-    core = LearnerCore(programs, self.number, life, n, fragments, saved)  # type: ignore[arg-type]
+    core = LearnerCore(programs, self.number, life, n, fragments, saved)
     batches = data.worker_batches(train, core.learner, self.options.shards, self.config.batch_size, self.config.seed)
     core.warm(batches[core.n])
     self.inbox, self.over, self.heals = queue.Queue(), threading.Event(), False
@@ -327,27 +340,23 @@ class Learner:
     for c in core.offers():
       p = 0 if self.options.on_arrival else self.options.fragment(c.t)
       s = self.options.syncer_of(p)  # one that does not answer holds up its own contributions only
-      self.outboxes[s].submit(self._send, c, core, self.cut_number, s, p)
+      self.outboxes[s].submit(self._send, c, core, self.cut_number, s)
 
   def _receive(self, core: LearnerCore, block: bool) -> bool:
     """Takes the messages that are there, or waits a moment for one; True after a re-seed."""
     healed = False
     try:
       while True:
-        message = self.inbox.get(block, POLL_SECONDS)
-        block = False
-        if isinstance(message, tuple) and message[0] == "cut":
-          self._take_part(core, message[1])
-        elif isinstance(message, tuple) and message[0] == "taped":
-          core.taped(*message[1:])
-        elif isinstance(message, tuple) and message[0] == "late":
-          core.retract(*message[1:])
-        elif isinstance(message, tuple) and message[0] == "lost":
-          core.lost(*message[1:])
-        else:
-          core.receive(message)
+        for message in self.inbox.get(block, POLL_SECONDS):
+          if isinstance(message, Cut):
+            self._take_part(core, message.number)
+          elif isinstance(message, Taped):
+            core.taped(*message)
+          else:
+            core.receive(message)
           if isinstance(message, Reseed):
             self.heals, self.loss, healed = False, float("nan"), True
+        block = False
     except queue.Empty:
       return healed
 
@@ -361,21 +370,20 @@ class Learner:
   # --- messages ------------------------------------------------------------------------------------------------------
 
   def _join(self) -> tuple[int, int, dict[int, Any]]:
-    """Joins all syncers, however long that takes; their word on number, life and inner step is the first syncer's."""
-    keys, actor, first = fingerprint(self.config), ray.get_runtime_context().get_actor_id(), None
+    """Joins all syncers, however long that takes; their word on life and inner step is the first syncer's."""
+    keys, first = fingerprint(self.config), None
     fragments: dict[int, Any] = {}
     for syncer in self.syncers:
       while True:
         try:
           life = None if first is None else first[0]
-          reply: Any = ray.get(syncer.join.remote(self.number, actor, keys, life), timeout=CALL_SECONDS)
+          reply: Any = ray.get(syncer.join.remote(self.number, keys, life), timeout=CALL_SECONDS)
           fragments |= {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply["fragments"].items()}
           break
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
           time.sleep(RETRY_SECONDS)
         except ray.exceptions.RayTaskError as e:
           raise e.cause from None  # a refusal, in a sentence of its own
-      self.number = reply["learner"]
       first = first or (reply["life"], reply["n"])
       with self.cut_done:  # the state of an earlier life is not what a checkpoint wants of this one
         self.cut_number, self.cut_state = max(self.cut_number, reply["cut"]), None
@@ -408,18 +416,16 @@ class Learner:
         time.sleep(RETRY_SECONDS)
       if reply.get("cut", 0) > cut:
         cut = reply["cut"]
-        inbox.put(("cut", cut))
+        inbox.put([Cut(cut)])
       if "reseed" in reply:
         self._heal(s, core, fragments)
         opened = None
       elif "fragments" in reply:
-        for p, (t, fragment) in sorted(fragments.items(), key=lambda item: item[1][0]):
-          inbox.put(Arrived(p, t, fragment))
+        taped, opened = reply["taped"], reply["opened"]
+        arrived = [Arrived(p, t, x, taped) for p, (t, x) in sorted(fragments.items(), key=lambda item: item[1][0])]
+        # Together: who has a fragment without word of the next step would contribute to the old one again.
+        inbox.put([*arrived, Taped(s, taped), *([] if opened is None else [Opened(s, *opened)])])
         self.have[s] = self.have[s] | {p: t for p, (t, _) in fragments.items()}
-        inbox.put(("taped", s, reply["taped"]))
-        opened = reply["opened"]
-        if opened is not None:
-          inbox.put(Opened(s, *opened))
 
   def _heal(self, s: int, core: LearnerCore, fragments: dict[int, Any]) -> None:
     """Collects what all syncers send for a re-seed; it is one message when it is complete."""
@@ -429,34 +435,28 @@ class Learner:
     if len(self.parts) == len(self.syncers):
       whole = {p: x for part in self.parts.values() for p, x in part.items()}
       self.heals, self.parts = True, {}
-      self.inbox.put(Reseed(whole))
+      self.inbox.put([Reseed(whole)])
 
-  def _send(self, c: Contribution, core: LearnerCore, cut: int, s: int, p: int) -> None:
+  def _send(self, c: Contribution, core: LearnerCore, cut: int, s: int) -> None:
     try:
-      self._bring(c, core, cut, s, p)
+      self._bring(c, core, cut, s)
     except Exception as e:
       self._fail(e)
 
-  def _bring(self, c: Contribution, core: LearnerCore, cut: int, s: int, p: int) -> None:
-    """Brings a contribution, of fragment p, to the host and to syncer s; one that is lost on the way is made again."""
+  def _bring(self, c: Contribution, core: LearnerCore, cut: int, s: int) -> None:
+    """Brings a contribution to the host and to syncer s, the same one until it is answered: it counts once."""
     c.payload = jax.device_get(c.payload)
     c.loss, c.step_seconds, c.transfer = self.loss, self.step_seconds, self.transfer
-    began = time.monotonic()
-    inbox = self.inbox
-    try:
-      answer: Any = ray.get(self.syncers[s].offer.remote(c, cut), timeout=CALL_SECONDS)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-      answer = "lost"
-    self.answers[answer] = self.answers.get(answer, 0) + 1
-    if answer == "late" and self.core is core:
-      inbox.put(("late", p, c.t, c.seq))
-    if answer == "lost":
-      time.sleep(RETRY_SECONDS)
-      if self.core is core:
-        inbox.put(("lost", s, p, c.t, c.seq))
-      return  # how long nobody answered says nothing of the network
-    seconds = time.monotonic() - began
-    self.transfer = 0.8 * self.transfer + 0.2 * seconds if self.transfer else seconds
+    answer: Any = "lost"
+    while answer == "lost" and self.core is core and not self.stopped:
+      began = time.monotonic()
+      try:
+        answer = ray.get(self.syncers[s].offer.remote(c, cut), timeout=CALL_SECONDS)
+        seconds = time.monotonic() - began
+        self.transfer = 0.8 * self.transfer + 0.2 * seconds if self.transfer else seconds
+      except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        time.sleep(RETRY_SECONDS)
+      self.answers[answer] = self.answers.get(answer, 0) + 1
 
   # --- the run -------------------------------------------------------------------------------------------------------
 

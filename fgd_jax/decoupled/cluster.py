@@ -27,7 +27,7 @@ def connect(address: str | None, processes: int, namespace: str) -> None:
   """Joins the Ray cluster at `address`, or starts one on this machine that has room for so many processes.
 
   Raises:
-    ValueError: nothing answers at that address within CONNECT_SECONDS.
+    ValueError: nothing answers at that address within CONNECT_SECONDS, or it does not let us in.
   """
   os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
   warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")  # Ray starts its processes by fork and exec
@@ -55,10 +55,15 @@ def connect(address: str | None, processes: int, namespace: str) -> None:
 
 def _probe(address: str) -> None:
   try:
-    subprocess.run([sys.executable, "-c", PROBE, address], timeout=CONNECT_SECONDS, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", PROBE, address], timeout=CONNECT_SECONDS, capture_output=True, text=True)
+    if "AuthToken" in done.stderr:
+      raise ValueError(f"--ray-address={address} wants a token that this process does not give: set RAY_AUTH_MODE=token "
+                       "here and have the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN, or start all with "
+                       "RAY_AUTH_MODE=disabled.")
   except subprocess.TimeoutExpired as e:  # an error is left to the real attempt, which names it
     raise ValueError(f"--ray-address={address}: something answers there, but not as Ray within {CONNECT_SECONDS:.0f} s; "
-                     "give HOST:PORT of `ray start --head`, or leave the flag out for a local one.") from e
+                     "give HOST:PORT of `ray start --head`, or leave the flag out for a local one; a cluster with a token "
+                     "needs RAY_AUTH_MODE=token here.") from e
 
 
 def check_room(config: ConfigDict, options: Options, there: Mapping[str, float]) -> None:
@@ -81,43 +86,42 @@ def start_syncers(config: ConfigDict, options: Options, vocab_size: int, workdir
   """The syncers, on this machine (where the run's folder is), ready to answer.
 
   Raises:
-    ValueError: Ray has no place for them.
+    ValueError: Ray has no place for them, or cannot load them.
   """
   here = f"node:{ray.util.get_node_ip_address()}"
   local = {here: 0.001} if here in ray.cluster_resources() else {}
-  made: list[Any] = [ray.remote(actors.Syncer).options(
-      name=f"syncer {s}", num_cpus=1, resources=local, max_restarts=-1, max_concurrency=100,
-      runtime_env={"env_vars": environment(config, "cpu")}).remote(config, vocab_size, options.shards, workdir, s)
-      for s in range(options.syncers)]
+  if not local and ray.util.client.ray.is_connected():
+    raise ValueError("Syncers write in --workdir on this machine, which is not part of the Ray cluster; run `ray start "
+                     "--address=HEAD:PORT` here and give that HOST:PORT, or use launch/decoupled.sh --submit.")
   try:
+    made: list[Any] = [ray.remote(actors.Syncer).options(
+        name=f"syncer {s}", num_cpus=1, resources=local, max_restarts=-1, max_concurrency=100,
+        runtime_env={"env_vars": environment(config, "cpu")}).remote(config, vocab_size, options.shards, workdir, s)
+        for s in range(options.syncers)]
     ray.get([s.news.remote(0, 0) for s in made], timeout=START_SECONDS)
   except ray.exceptions.GetTimeoutError as e:
     raise ValueError(f"Ray did not start {options.syncers} syncers in {START_SECONDS:.0f} s; it has "
                      f"{ray.available_resources().get('CPU', 0):g} CPUs free, and every actor needs one.") from e
+  except (AttributeError, ImportError) as e:  # Ray Client loads them where the cluster is
+    raise ValueError(f"The Ray cluster cannot load fgd_jax as it is here ({e}); install the same version there.") from e
   except ray.exceptions.RayActorError as e:
     raise ValueError(f"A syncer could not start: {str(e).strip().splitlines()[-1]}") from e
   return made
 
 
 def start_learner(config: ConfigDict, shards: int, vocab_size: int, workdir: str, namespace: str, platforms: str,
-                  number: int | None = None, resumes: int = 0) -> Any:
-  """One learner; Ray restarts it when it dies."""
+                  number: int, resumes: int = 0, name: str | None = None) -> Any:
+  """One learner; Ray restarts it when it dies. `name`: by which other commands find it."""
   wanted = resources(config)
   return ray.remote(actors.Learner).options(
-      num_cpus=wanted.pop("CPU", 1), num_gpus=wanted.pop("GPU", 0), resources=wanted, max_restarts=-1, max_concurrency=8,
-      runtime_env={"env_vars": environment(config, platforms)}).remote(
+      name=name, num_cpus=wanted.pop("CPU", 1), num_gpus=wanted.pop("GPU", 0), resources=wanted, max_restarts=-1,
+      max_concurrency=8, runtime_env={"env_vars": environment(config, platforms)}).remote(
           config, vocab_size, shards, workdir, namespace, number, resumes)
 
 
-def find_syncers(namespace: str) -> list[Any]:
-  """The syncers of a run that goes on.
-
-  Raises:
-    ValueError: there is no such run.
-  """
-  named = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == namespace}
-  numbers = sorted(int(name.split()[1]) for name in named if name.startswith("syncer "))
-  found = [ray.get_actor(f"syncer {s}", namespace) for s in numbers]
-  if not found:
-    raise ValueError(f"No run {namespace!r} goes on in this Ray cluster; --workdir must be that of the run to join.")
-  return found
+def find(name: str, namespace: str) -> Any:
+  """An actor of a run by its name, None where there is none."""
+  try:
+    return ray.get_actor(name, namespace)
+  except ValueError:
+    return None

@@ -4,10 +4,11 @@ Everything happens at boundaries between inner steps, in this order: messages in
 contributions, then the next step. What a learner did, besides stepping, is a list of operations ([kind, inner step, ...]),
 which travels with its contributions to the tape (see `tape`):
 
-    ["join", n, {fragment: version}, start]   it began, from the global parameters ("fresh") or a checkpoint (its number)
+    ["join", n, {fragment: version}, "fresh"] it began, from the global parameters
+    ["join", n, {...}, number, merged]        it began, from that checkpoint; `merged`: see `LearnerCore`
     ["apply", n, t]                           the fragment of step t was blended in
     ["offer", n, t]                           it contributed to step t
-    ["retract", n, t]                         what it had contributed to step t came too late, or was lost
+    ["retract", n, t]                         what it had contributed to step t is not part of it
     ["reseed", n, {fragment: version}]        it took all global parameters and a fresh inner optimizer state
     ["cut", n, number]                        its state at this boundary went into a checkpoint
 """
@@ -40,11 +41,16 @@ class Opened(NamedTuple):
 
 
 class Arrived(NamedTuple):
-  """Message: the global fragment of step t."""
+  """Message: the global fragment of step t; `taped`: operations of this learner on its syncer's tape.
+
+  The last one of them is the newest contribution that was merged, by which the learner knows whether its own was. None in a
+  replay: the tape has what was retracted.
+  """
 
   p: int
   t: int
   fragment: Tree
+  taped: int | None = None
 
 
 class Reseed(NamedTuple):
@@ -54,7 +60,7 @@ class Reseed(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """A contribution that is not answered yet: its step, the inner step, the error feedback before it, and its operation."""
+  """A contribution whose step is not over: that step, the inner step, the error feedback before it, and its operation."""
 
   t: int
   n: int
@@ -83,7 +89,8 @@ class LearnerCore:
     learner, life: as the syncer numbers it.
     n: inner steps so far; also the position in its data and in the learning rate's schedule.
     fragments: all global fragments, {p: (version, fragment)}.
-    saved: the state of a checkpoint instead of a fresh one, see `snapshot`.
+    saved: the state of a checkpoint instead of a fresh one, see `snapshot`, whose facts have "merged" by now: for each
+      syncer, how many operations of this learner its tape has at that checkpoint.
 
   Attributes:
     w, opt: parameters and inner optimizer state. n: inner steps.
@@ -104,7 +111,8 @@ class LearnerCore:
       self._begin(fragments)
     else:
       self._continue(saved, {p: t for p, (t, _) in fragments.items()})
-    self._did("join", {str(p): t for p, (t, _) in fragments.items()}, "fresh" if saved is None else saved["facts"]["cut"])
+    start = ["fresh"] if saved is None else [saved["facts"]["cut"], saved["facts"]["merged"]]
+    self._did("join", {str(p): t for p, (t, _) in fragments.items()}, *start)
     if saved is not None:
       for p, (t, fragment) in fragments.items():
         self.receive(Arrived(p, t, fragment))
@@ -142,6 +150,8 @@ class LearnerCore:
       self._did("reseed", {str(p): t for p, t in self.version.items()})
     elif message.t > self.version[message.p]:
       p, o = message.p, self.options
+      if p in self._sent and message.taped not in (None, self._sent[p].seq + 1):
+        self.retract(p)
       # Blending is for those who had the version before; who missed one takes the global value.
       missed = message.t - self.version[p] > o.fragments if self.version[p] else message.t > o.fragments
       alpha = 0.0 if missed and not o.on_arrival else o.blend
@@ -158,7 +168,7 @@ class LearnerCore:
     if message.epoch != channel.epoch:
       if channel.answered is not None and channel.answered == message.t:  # what we sent was lost with the syncer
         channel.answered, channel.due = None, min(channel.due, self.n)
-        self.retract(0 if self.options.on_arrival else self.options.fragment(message.t), message.t)
+        self.retract(0 if self.options.on_arrival else self.options.fragment(message.t))
       channel.epoch = message.epoch
     if message.interval != channel.interval:
       channel.due += message.interval - channel.interval
@@ -185,7 +195,8 @@ class LearnerCore:
     channel.answered, channel.due = t, self.n + channel.interval
     since = max(channel.taped, self.ops_from)
     return Contribution(self.learner, self.life, t, self.n, seq, self.steps[p], self.tokens[p], full, float("nan"), since,
-                        self.ops[since - self.ops_from:], payload, lag=self.lags[-1] if self.lags else None)
+                        self.ops[since - self.ops_from:], payload, lag=self.lags[-1] if self.lags else None,
+                        epoch=channel.epoch)
 
   def offer(self, p: int, t: int) -> Tree:
     """The payload of a contribution to step t, which also moves the error feedback."""
@@ -194,18 +205,12 @@ class LearnerCore:
                                                   np.int32(self.n))
     return payload
 
-  def retract(self, p: int, t: int, seq: int | None = None) -> None:
-    """Takes back a contribution that did not count: too late, or lost. With `seq` only that one, not a newer one."""
-    if p in self._sent and self._sent[p].t == t and seq in (None, self._sent[p].seq):
-      self.errors[p] = self._sent.pop(p).error
-      self._did("retract", t)
-
-  def lost(self, syncer: int, p: int, t: int, seq: int) -> None:
-    """No answer came to a contribution: it is made again, from the error feedback before it."""
-    channel = self.channels[syncer]
-    if channel.answered == t and p in self._sent and self._sent[p].seq == seq:
-      channel.answered, channel.due = None, min(channel.due, self.n)
-      self.retract(p, t, seq)
+  def retract(self, p: int) -> None:
+    """Takes back the contribution of fragment p, which was not merged: error feedback is what it was before."""
+    if p in self._sent:
+      sent = self._sent.pop(p)
+      self.errors[p] = sent.error
+      self._did("retract", sent.t)
 
   def waiting(self) -> bool:
     """Whether the next step has to wait: for an answer, or for word of the step that a contribution is due to.
@@ -250,14 +255,14 @@ class LearnerCore:
               "errors_before": [self._sent[p].error if p in self._sent else self.errors[p] for p in every]}
     facts = {"learner": self.learner, "life": self.life, "n": self.n, "version": [self.version[p] for p in every],
              "steps": [self.steps[p] for p in every], "tokens": [self.tokens[p] for p in every],
-             "sent": {str(p): sent.t for p, sent in self._sent.items()},
+             "sent": {str(p): [sent.t, sent.seq] for p, sent in self._sent.items()},
              "channels": [[c.due, c.interval] for c in self.channels.values()], "cut": cut}
     self._did("cut", cut)
     facts |= {"ops_from": self.ops_from, "ops": list(self.ops)}  # which no tape has, if the run continues from here
     return {"arrays": jax.device_get(arrays), "facts": facts}
 
   def _continue(self, saved: Mapping[str, Any], there: Mapping[int, int]) -> None:
-    """From a snapshot; `there`: the syncers' versions, which tell whether what was under way is part of them."""
+    """From a snapshot; `there`: the syncers' versions, which tell whether the step of what was under way is over."""
     arrays, facts = saved["arrays"], saved["facts"]
     self.n = facts["n"]
     self.w, self.opt = self.programs.place(arrays["w"], arrays["opt"])
@@ -266,8 +271,9 @@ class LearnerCore:
     self.version, self.steps, self.tokens = (dict(enumerate(facts[k])) for k in ("version", "steps", "tokens"))
     self._sent = {}
     self.channels = {s: Channel(due=due, interval=interval) for s, (due, interval) in enumerate(facts["channels"])}
-    for p, t in ((int(p), t) for p, t in facts["sent"].items()):
-      if there[p] < t:  # it never arrived: it is sent again
+    for p, (t, seq) in ((int(p), sent) for p, sent in facts["sent"].items()):
+      s = self.options.syncer_of(p)
+      if facts["merged"][s] != seq + 1:
         self.errors[p] = jax.tree.map(jnp.asarray, arrays["errors_before"][p])
-        channel = self.channels[self.options.syncer_of(p)]
-        channel.due = min(channel.due, self.n)
+        if there[p] < t or self.options.on_arrival:  # it never arrived: it is sent again
+          self.channels[s].due = min(self.channels[s].due, self.n)

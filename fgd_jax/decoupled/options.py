@@ -28,6 +28,7 @@ POLICIES = ("decoupled", "delayed_nesterov", "async_mean")
 FREE_KEYS = ("learners", "quorum", "rounds", "eval_every", "measure_every", "decoupled.grace", "decoupled.grace_cap",
              "decoupled.silent_after", "decoupled.pace", "decoupled.resources", "decoupled.dylu", "checkpoint_every",
              "checkpoint_keep", "allow_cpu", "cpu_devices", "profile", "limits.start", "limits.stall", "resume.workers")
+LEARNER_KEYS = ("decoupled.pace", "decoupled.resources", "allow_cpu")  # those of them that a learner has a use for
 DYLU_LEAST = 5  # inner steps of a learner, however slow (arXiv 2401.09135)
 
 

@@ -100,10 +100,13 @@ class Replay:
     kind, n, *what = self._ops[life][seq]
     self._done[life] = seq + 1
     if kind == "join":
-      versions, start = what
+      versions, start, *merged = what
       fragments = {int(p): self._global(int(p), t) for p, t in versions.items()}
-      self._cores[life] = LearnerCore(self._programs, *life, n, fragments,
-                                      None if start == "fresh" else self._cut_of(life, start))
+      saved = None
+      if start != "fresh":
+        saved = self._cut_of(life, start)
+        saved = {**saved, "facts": {**saved["facts"], "merged": merged[0]}}
+      self._cores[life] = LearnerCore(self._programs, *life, n, fragments, saved)
       return
     core = self._cores[life]
     while core.n < n:
@@ -115,7 +118,7 @@ class Replay:
       if (*life, seq) in self._wanted:
         self._payloads[*life, seq] = payload
     elif kind == "retract":
-      core.retract(self._fragment(what[0]), what[0])
+      core.retract(self._fragment(what[0]))
     elif kind == "reseed":
       core.receive(Reseed({int(p): self._global(int(p), t) for p, t in what[0].items()}))
     elif kind == "cut":

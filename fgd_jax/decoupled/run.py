@@ -66,6 +66,7 @@ class Run:
     self.vocab_size, self.parameters, self.unigram = corpus.vocab_size, models.count_params(shapes), corpus.unigram_loss
     self._programs = Programs(make_options(config), shapes, model.loss, configs.make_inner_optimizer(config))
     self._evaluate = jax.jit(lambda w: jnp.mean(jax.lax.map(lambda b: model.loss(w, {"tokens": b}, None), heldout)))
+    self._lives: dict[int, int] = {}  # of learners that were, at their end
     saved, shards, start = self._restore(model)
     self.options = make_options(config, shards)
     self.cuts = Cuts(os.path.join(self.workdir, "checkpoints"), config.checkpoint_keep, config, self.options.shards)
@@ -80,8 +81,10 @@ class Run:
     self.learners: list[Any] = []
     self._unused = dict(saved)  # states whose learner does not train yet
     self._watched_learners: list[Watched] = []
+    self._next = max([self.options.learners - 1, *self._lives]) + 1  # number of the next new learner
+    self._numbers: set[int] = set()  # of those that have actors
     for m in range(self.options.learners):
-      self.add_learner(m, saved.get(m))
+      self.add_learner(m)
     self._start: float | None = time.monotonic() + cluster.START_SECONDS  # until when enough learners have to have a place
     self._known = [[0, count] for count in old]  # records and events that were read
     ask = lambda s: lambda handle: handle.news.remote(*self._known[s])
@@ -119,6 +122,12 @@ class Run:
     like = LearnerCore(self._programs, 0, 1, 0, whole).snapshot(0)["arrays"]
     syncers, learners, shards = cuts.restore([(c.theta, c.outer) for c in cores], like)
     cuts.close()
+    for m, state in learners.items():
+      merged = [part["facts"]["members"].get(str(m), {}).get("taped", 0) for part in syncers]
+      state["facts"].setdefault("merged", merged)  # a state that no learner has continued since keeps what it had
+    for part in syncers:
+      for m, member in part["facts"]["members"].items():
+        self._lives[int(m)] = max(self._lives.get(int(m), 0), member["life"])
     for s, core in enumerate(cores):
       last = max(syncers[s]["facts"]["version"].values())
       cut_tape(os.path.join(folder, str(s), TAPE), last, options.syncers)
@@ -132,22 +141,35 @@ class Run:
     logging.info("Resuming at step %d of %d, with the states of %d learners.", step, options.steps, len(learners))
     return learners, shards, step
 
-  def add_learner(self, number: int | None = None, saved: dict[str, Any] | None = None) -> Any:
-    """Starts one more learner; returns its actor."""
-    life = 0
-    if saved is not None:
-      life = 1 + max(part["members"].get(str(number), {}).get("life", 0) for part in self._facts())
-    handle = cluster.start_learner(self.config, self.options.shards, self.vocab_size, self.workdir,
-                                   namespace_of(self.workdir), self.platforms, number, life)
+  def add_learner(self, number: int | None = None, config: ConfigDict | None = None, platforms: str | None = None,
+                  name: str | None = None) -> Any:
+    """Starts one more learner, from its state in the checkpoint where there is one; returns its actor.
+
+    Args:
+      number: None: of a learner in the checkpoint that nobody has continued, or the next one.
+      config, platforms: of the learner; None: the run's. name: of the actor.
+    """
+    if number is None:
+      number = min(set(self._unused) - self._numbers, default=self._next)
+      self._next = max(self._next, number + 1)
+    self._numbers.add(number)
+    saved = self._unused.get(number)
+    handle = cluster.start_learner(config or self.config, self.options.shards, self.vocab_size, self.workdir,
+                                   namespace_of(self.workdir), self.platforms if platforms is None else platforms, number,
+                                   0 if saved is None else self._lives.get(number, 0) + 1, name)
     if saved is not None:
       handle.give.remote(saved)
     self.learners.append(handle)
-    name = f"learner {len(self.learners) - 1 if number is None else number}"
-    self._watched_learners.append(Watched(name, handle, lambda h: h.status.remote()))
+    self._watched_learners.append(Watched(f"learner {number}", handle, lambda h: h.status.remote()))
     return handle
 
-  def _facts(self) -> list[dict[str, Any]]:
-    return ray.get([s.facts.remote() for s in self.syncers])
+  def _admit(self, event: dict[str, Any]) -> None:
+    """Starts the learners that `joining.join` has asked for."""
+    config = self.config.copy_and_resolve_references()
+    with config.unlocked():
+      config.update_from_flattened_dict(event["own"])
+    for i in range(event["count"]):
+      self.add_learner(None, config, event["platforms"], f"{event['token']} {i}")
 
   # --- the loop ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +201,8 @@ class Run:
           raise NonFiniteError(news["failure"])
         for event in news["events"]:
           self._write_event(event)
+          if event["event"] == "invited":
+            self._admit(event)
         for record in news["records"]:
           if record["step"] > self.step:
             self._lines[record["step"]] = record
@@ -274,7 +298,8 @@ class Run:
         if not all(np.isfinite(x).all() for x in fragment.values()):
           raise NonFiniteError(f"The global fragment {p} is not finite. Nothing was saved over earlier checkpoints; try a "
                                "lower inner.lr or decoupled.outer_lr in a new --workdir.")
-    calls = [(w, w.handle.snapshot.remote(number, CUT_SECONDS)) for w in self._watched_learners]
+    placed = [w for w in self._watched_learners if w.last]  # who waits for a place cannot answer
+    calls = [(w, w.handle.snapshot.remote(number, CUT_SECONDS)) for w in placed]
     learners = dict(self._unused)
     for watched, call in calls:
       try:
@@ -405,40 +430,6 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
       return summarise(run)
     finally:
       run.close()
-
-
-def join(config: ConfigDict, workdir: str, address: str | None, count: int, platforms: str) -> None:
-  """Adds `count` learners to the run with this folder's name, and keeps them until the run ends.
-
-  Raises:
-    ValueError: no such run, or a config that contradicts its.
-  """
-  check(config)
-  cluster.connect(address or "auto", 0, namespace_of(workdir))
-  try:
-    syncers = cluster.find_syncers(namespace_of(workdir))
-    about = ray.get(syncers[0].data.remote(), timeout=cluster.CONNECT_SECONDS)
-    learners = [cluster.start_learner(config, about["shards"], about["vocab_size"], os.path.abspath(workdir),
-                                      namespace_of(workdir), platforms) for _ in range(count)]
-    shown: set[str] = set()
-    try:
-      ray.get([learner.status.remote() for learner in learners], timeout=cluster.START_SECONDS)
-    except ray.exceptions.GetTimeoutError as e:
-      raise ValueError(f"Ray has not started --join={count} learners within {cluster.START_SECONDS:.0f} s; `ray status` "
-                       "shows what has no place: lower decoupled.resources, or add machines to the cluster.") from e
-    while True:
-      time.sleep(1)
-      for status in ray.get([learner.status.remote() for learner in learners]):
-        if status["failure"]:
-          raise ValueError(status["failure"])
-        if status["started"] and (name := f"Learner {status['learner']}") not in shown:
-          shown.add(name)
-          logging.info("%s trains; it ends with this command, or with the run.", name)
-      ray.get(syncers[0].data.remote())
-  except ray.exceptions.RayActorError:
-    logging.info("The run has ended.")
-  finally:
-    ray.shutdown()
 
 
 def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:

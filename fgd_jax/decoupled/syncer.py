@@ -38,6 +38,7 @@ class Contribution:
     payload: the (encoded) outer gradient; the syncer keeps it decoded. nbytes: of it.
     loss, step_seconds, transfer: the learner's newest loss, and what an inner step and a contribution take it.
     lag: inner steps from its last contribution to the answer; what tau hopes to bound.
+    epoch: of the syncer that it was made for; one that has started again since gets a new one.
   """
 
   learner: int
@@ -56,6 +57,7 @@ class Contribution:
   step_seconds: float = 0.0
   transfer: float = 0.0
   lag: int | None = None
+  epoch: int = 0
 
 
 @dataclasses.dataclass
@@ -67,7 +69,7 @@ class Member:
     trains: whether this life has reported yet; before, it loads and compiles, and nobody waits for it.
     step_seconds, transfer, loss: as it reports them. interval: its inner steps between contributions (DyLU).
     token, answer: with merges on arrival, how many of its contributions were merged, and the version that the last one made.
-    ops, ops_next, taped: operations that wait for the tape, the number of the next one, how many are on the tape.
+    taped: how many of its operations are on the tape; the last one of them is its newest contribution that was merged.
     reseeds: how often it was not finite since the last merge of its own.
   """
 
@@ -83,8 +85,6 @@ class Member:
   interval: int | None = None
   token: int = 0
   answer: int = 0
-  ops_next: int = 0
-  ops: list[Any] = dataclasses.field(default_factory=list)
   taped: int = 0
   reseeds: int = 0
 
@@ -147,27 +147,25 @@ class SyncerCore:
     """Whether the run's last step is behind this syncer."""
     return self.t > self.options.steps
 
-  def join(self, learner: int | None, keys: Mapping[str, Any], now: float, life: int | None = None) -> tuple[int, int, int]:
+  def join(self, learner: int, keys: Mapping[str, Any], now: float, life: int | None = None) -> tuple[int, int]:
     """A learner begins, again or for the first time.
 
     Args:
       life: as another syncer has counted it. One that died while it joined has been counted by some of them only.
 
     Returns:
-      Its number, its life (counted from 1), and the inner step from which it counts: its own, or that of its peers.
+      Its life (counted from 1), and the inner step from which it counts: its own, or that of its peers.
 
     Raises:
       ValueError: its config is not the run's.
     """
-    refuse_mismatch(self.keys, keys, "A learner" if learner is None else f"Learner {learner}")
-    if learner is None:
-      learner = max([self.options.learners - 1, *self.members]) + 1
+    refuse_mismatch(self.keys, keys, f"Learner {learner}")
     old = self.members.get(learner)
     n = old.n if old else int(statistics.median([m.n for m in self.members.values()] or [0]))
     self.members[learner] = Member(life=life or (old.life + 1 if old else 1), n=n, heard=now)
     self._in.pop(learner, None)
     self.note(now, f"learner {learner}", "joined" if old is None else "rejoined", f"at inner step {n}")
-    return learner, self.members[learner].life, n
+    return self.members[learner].life, n
 
   def heard(self, learner: int, life: int, now: float, n: int, step_seconds: float = 0.0, transfer: float = 0.0,
             loss: float = float("nan")) -> bool:
@@ -224,19 +222,19 @@ class SyncerCore:
   # --- a step --------------------------------------------------------------------------------------------------------
 
   def offer(self, c: Contribution, now: float) -> str:
-    """Takes a contribution: "taken", or why not: "life" (over), "late" (its step is), "sick", "non_finite"."""
+    """Takes a contribution: "taken", or why not: "life" (over), "late" (its step or epoch is), "sick", "non_finite".
+
+    One that comes twice, because its answer was lost, counts once.
+    """
     member = self.members.get(c.learner)
     if member is None or member.life != c.life:
       return "life"
     self.heard(c.learner, c.life, now, c.n, c.step_seconds, c.transfer, c.loss)
-    if c.ops_from <= member.ops_next:
-      fresh = c.ops[member.ops_next - c.ops_from:]
-      member.ops += fresh
-      member.ops_next += len(fresh)
     closed = self._closed and not self.options.on_arrival
-    old = self._in.get(c.learner)  # one that was under way while the syncer started again, and is made again, counts once
-    if closed or c.t != self.opened(c.learner)[0] or old is not None and c.seq <= old.seq:
+    if closed or c.epoch != self.epoch or c.t != self.opened(c.learner)[0]:
       return "late"
+    if (old := self._in.get(c.learner)) is not None and c.seq <= old.seq:
+      return "taken"
     if member.sick:
       return "sick"
     c.nbytes = sum(x.nbytes for x in c.payload.values())
@@ -320,13 +318,11 @@ class SyncerCore:
     for c, weight in zip(closed.contributions, weights):
       line: dict[str, Any] = {"learner": c.learner, "life": c.life, "n": c.n, "seq": c.seq, "steps": c.steps,
                               "tokens": c.tokens, "full": c.full, "weight": weight / sum(weights), "loss": c.loss,
-                              "lag": c.lag}
+                              "lag": c.lag, "ops_from": c.ops_from, "ops": c.ops}
       member = self.members.get(c.learner)
       if member is not None and member.life == c.life:
         member.reseeds = 0
-        count = c.seq + 1 - member.taped
-        line |= {"ops_from": member.taped, "ops": member.ops[:count]}
-        member.ops, member.taped = member.ops[count:], c.seq + 1
+        member.taped = c.seq + 1
         if self.options.on_arrival:
           member.token, member.answer = member.token + 1, t
           member.interval = self._dynamic_interval(member)
@@ -368,14 +364,13 @@ class SyncerCore:
     self.theta, self.outer, self.epoch = dict(theta), dict(outer), epoch
     self.version = {int(p): int(t) for p, t in facts["version"].items()}
     self.trained = facts["trained"]
-    self.members = {int(m): Member(heard=now, reach=True, trains=True, ops_next=x["taped"], **x)
-                    for m, x in facts["members"].items()}
+    self.members = {int(m): Member(heard=now, reach=True, trains=True, **x) for m, x in facts["members"].items()}
     last = max(self.version.values())
     self._open(last + self.options.syncers if last else self.index + 1)
 
-  def note(self, now: float, actor: str, event: str, cause: str) -> None:
+  def note(self, now: float, actor: str, event: str, cause: str, **more: Any) -> None:
     """Writes down an event."""
-    self.events.append({"time": now, "actor": actor, "event": event, "cause": cause, "syncer_step": self.t})
+    self.events.append({"time": now, "actor": actor, "event": event, "cause": cause, "syncer_step": self.t, **more})
 
 
 def weights_of(contributions: Sequence[Mapping[str, Any]]) -> list[float]:
