@@ -83,7 +83,7 @@ def test_packed_form_is_bitwise_the_barrier_form(x64, name):
 
 
 @pytest.mark.parametrize("name, worker, fsdp", [
-    ("GlobalM1LocalM2", 4, 2), ("GlobalM1", 2, 2), ("fgd", 2, 2), ("striped", 4, 2)])
+    ("GlobalM1LocalM2", 4, 2), ("GlobalM1", 2, 2), ("fgd", 2, 2), ("striped", 4, 2), ("directed", 4, 2), ("directed", 2, 2)])
 def test_packed_form_with_sharded_or_several_workers(x64, name, worker, fsdp):
   """Against one device without any exchange in flight: 1e-10 with fsdp above 1 (design 3.1)."""
   assert_close(run(name, worker, "packed", fsdp)[0], run(name, None, "auto")[0], 1e-10)
@@ -94,9 +94,10 @@ def test_ring_form_gives_the_true_mean(x64, name, worker, fsdp):
   assert_close(run(name, worker, "ring", fsdp)[0], run(name, None, "auto")[0], 1e-10)
 
 
-@pytest.mark.parametrize("form", ["packed", "ring", "host"])
-def test_a_dead_worker_keeps_its_own_values_in_every_form(x64, form):
-  assert_close(run("GlobalM1LocalM2", 4, form, dead=2)[0], run("GlobalM1LocalM2", None, "auto", dead=2)[0], 1e-12)
+@pytest.mark.parametrize("name, form", [
+    ("GlobalM1LocalM2", "packed"), ("GlobalM1LocalM2", "ring"), ("GlobalM1LocalM2", "host"), ("directed", "packed")])
+def test_a_dead_worker_keeps_its_own_values_in_every_form(x64, name, form):
+  assert_close(run(name, 4, form, dead=2)[0], run(name, None, "auto", dead=2)[0], 1e-12)
 
 
 @pytest.mark.parametrize("name, worker", [("GlobalM1LocalM2", 4), ("GlobalM1", 2), ("diloco", 4), ("striped", None)])
@@ -193,6 +194,25 @@ def test_packed_form_sends_one_message_for_all_leaves():
     state = round_fn.abstract_state(jax.tree.map(jnp.asarray, params_of()))
     text = round_fn.lower(state, {"x": shape(4), "y": shape(2)}).as_text()
   assert len(re.findall("stablehlo.all_reduce", text)) == 2
+
+
+def test_packed_program_does_not_grow_with_leaves_times_messages():
+  """Four leaves more cost as many instructions with three messages (hypercube of 8 workers) as with two (ring)."""
+  workers = fgd.Workers(8, mesh_of(8))
+
+  def instructions(name, leaves):
+    mixer = fgd.mixing.make(name, workers=8)
+
+    def mix(stack, ids):
+      ctx = fgd.mixing.Context(workers.placement, 0, ids, jnp.ones(8, bool), {}, packing=Packing({}, {}))
+      return mixer.finish(mixer.start(stack, ctx), stack, ctx)
+
+    stack = {str(i): jax.ShapeDtypeStruct((8, i + 2), np.float32) for i in range(leaves)}
+    text = jax.jit(workers.spmd(mix, stacks=2)).lower(stack, jax.ShapeDtypeStruct((8,), np.int32)).as_text()
+    return text.count(" = ")
+
+  growth = {name: instructions(name, 6) - instructions(name, 2) for name in ("ring", "hypercube")}
+  assert growth["hypercube"] == growth["ring"] > 0
 
 
 # --- choice ------------------------------------------------------------------------------------------------------------

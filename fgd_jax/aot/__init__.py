@@ -69,7 +69,7 @@ class Report:
     memory: the compiler's figures behind it, bytes.
     parameters: of one worker's model.
     instructions: of all computations of the optimized program.
-    compile_seconds: XLA's part; lower_seconds: tracing and lowering before it.
+    compile_seconds: XLA's part; compile_cpu_seconds: of all its threads; lower_seconds: tracing and lowering before it.
     notes: sentences that the reader should know.
     schedule: positions behind the figures, for the picture.
     hlo: the optimized program.
@@ -97,6 +97,7 @@ class Report:
   parameters: int
   instructions: int
   compile_seconds: float
+  compile_cpu_seconds: float
   lower_seconds: float
   jax: str
   notes: tuple[str, ...]

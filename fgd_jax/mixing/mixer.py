@@ -172,11 +172,11 @@ class Mixer:
     with jax.named_scope(self.key):
       return ctx.ring.during(raw, h)
 
-  def finish(self, raw: list[Any], stack: PyTree, ctx: Context, whole: bool = False) -> PyTree:
-    """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values; `whole`: see `_mixed`."""
+  def finish(self, raw: list[Any], stack: PyTree, ctx: Context) -> PyTree:
+    """The mixed stack, leaves [K, ...], from what `start` received and the workers' own values."""
     leaves, ctx = self._wire(stack, ctx)
     patterns = [self._pattern(self.stripe_of(leaves[group[0]][0]), ctx) for group in self._groups(leaves, ctx)]
-    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, leaves, ctx, whole)
+    return self._mixed([self._assembled(got, p, ctx) for got, p in zip(raw, patterns)], patterns, stack, leaves, ctx)
 
   def _assembled(self, got: Any, pattern: Pattern, ctx: Context) -> list[jax.Array]:
     """What was received for a buffer: the sum, or a stack [K, ...] for each term."""
@@ -186,18 +186,18 @@ class Mixer:
             for (_, source), block in zip(pattern.terms, got)]
 
   def _mixed(self, received: list[list[jax.Array]], patterns: list[Pattern], stack: PyTree,
-             wires: list[tuple[str, jax.Array]], ctx: Context, whole: bool) -> PyTree:
+             wires: list[tuple[str, jax.Array]], ctx: Context, whole: bool = False) -> PyTree:
     """The arithmetic behind an exchange, leaf by leaf.
 
-    `whole`: buffers of several leaves are mixed as they are and unpacked once, so that the program does not grow with
-    leaves times terms; that takes room for one buffer more.
+    A buffer of several leaves that was received in several messages is mixed as it is and unpacked once, so that the
+    program does not grow with leaves times messages; that takes room for one buffer more. `whole`: one message as well.
     """
     leaves, treedef = jax.tree.flatten(stack)
     mixed: dict[int, jax.Array] = {}
     parts: dict[int, tuple[list[jax.Array], Pattern]] = {}
     for group, buffers, pattern in zip(self._groups(wires, ctx), received, patterns):
       like = [wires[i] for i in group]
-      if whole and ctx.packing is not None and len(group) > 1 and pattern.terms and self.codec is None:
+      if len(pattern.terms) > (0 if whole else 1) and ctx.packing is not None and len(group) > 1 and self.codec is None:
         own = ctx.packing.pack([(wires[i][0], leaves[i]) for i in group], lead=1)
         out = ctx.packing.unpack(self._mixed_leaf(buffers, own, own, pattern, ctx, None), like, lead=1)
         mixed.update(zip(group, out))
@@ -355,7 +355,7 @@ class Mixer:
     if isinstance(choice, int) or not self.varying or ctx.placement.devices == 1:
       if len(self.topology.bank[0].terms) > 1 and ctx.placement.devices > 1:  # or leaves times terms would travel
         ctx = ctx._replace(packing=_packing_here())
-      return self.finish(self.start(stack, ctx), stack, ctx, whole=True)
+      return self.finish(self.start(stack, ctx), stack, ctx)
     # One branch a pattern, each with a transfer for each buffer and nothing else, so that programs grow little with the
     # bank: leaves share buffers, and the arithmetic stands once, behind the switch.
     leaves, ctx = self._wire(stack, ctx._replace(packing=_packing_here()))
