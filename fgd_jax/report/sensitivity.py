@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -331,12 +331,15 @@ def plot(path: str, found: dict[str, Any]) -> None:
   left, right = figure.subplots(1, 2, sharey=True)
   figure.suptitle(f"{found['method']}, {found['workers']} workers, round {found['round']}, --at={found['at']} "
                   f"--by={found['by']}: JS distance {found['js_before']:.4f}", fontsize=11)
-  bars: Sequence[tuple[Any, list[float], str]] = (
-      (left, [100 * row["drop"] / found["js_before"] for row in rows], "drop of JS when shared alone (%)"),
-      (right, [row["drop_per_mb"] for row in rows], "drop of JS per MB"))
-  for axis, values, label in bars:
+  for axis, key, scale, label in ((left, "drop", 100 / found["js_before"], "drop of JS when shared alone (%)"),
+                                  (right, "drop_per_mb", 1, "drop of JS per MB")):
+    values = [scale * row[key] for row in rows]
     axis.barh([row["block"] + (" *" if row["paper"] else "") for row in rows], values,
               color=[colours[row["chosen"]] for row in rows])
+    large = [value for row, value in zip(rows, values) if row["bytes"] > 0.01 * found["total_bytes"]]
+    axis.set_xlim(1.25 * min(0, *values), 1.25 * max(large) if max(large) > 0 else None)  # a norm's few bytes may go far out
+    for y, value in enumerate(values):
+      axis.text(min(max(value, 0), axis.get_xlim()[1] / 1.25), y, f" {value:.3g}", va="center", fontsize=8)
     axis.set_xlabel(label)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
@@ -379,6 +382,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
   args = parser().parse_args(argv)
   jax.config.update("jax_platforms", args.platform)
+  try:
+    jax.devices()
+  except RuntimeError as e:
+    sys.exit(f"error: --platform={args.platform}: jax cannot use it ({str(e).splitlines()[0][:200]}).")
   try:
     if args.budget is not None:
       parse_budget(args.budget, 1)  # refuses what it cannot read before anything is computed
