@@ -49,7 +49,8 @@ def train(folder: str, method: str, workers: int, seed: int, text: str) -> None:
   if text == "bpe":
     words += f",data.tokenizer={os.path.join(folder, 'tokenizer.json')}"
   command = [sys.executable, "-m", "fgd_jax.train", f"--config=configs/quickstart.py:{words}", f"--workdir={workdir}"]
-  subprocess.run(command, cwd=ROOT, env=environment(), check=True, stderr=subprocess.DEVNULL)
+  with open(workdir + ".log", "w") as log:
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stderr=log)
   print(f"trained {workdir}", flush=True)
 
 
@@ -72,18 +73,20 @@ def cases() -> list[tuple]:
   return found + [(run, ROUNDS[-1], "inner", "copy") for run in RUNS if run[1] == 4 and run[3] == "bytes"]
 
 
-def measure(folder: str, case: tuple) -> str:
-  """Measures one case in this process, once; the path of its JSON."""
+def path_of(folder: str, case: tuple) -> str:
   run, r, at, by = case
-  workdir = os.path.join(folder, name_of(*run))
-  path = os.path.join(workdir, f"case-{r}-{at}-{by}.json")
-  if os.path.exists(path):
-    return path
+  return os.path.join(folder, name_of(*run), f"case-{r}-{at}-{by}.json")
+
+
+def measure(folder: str, case: tuple) -> None:
+  """Measures one case in this process and writes its JSON."""
   import jax
 
   from fgd_jax.measure import js_when_shared
   from fgd_jax.report import sensitivity
 
+  run, r, at, by = case
+  path, workdir = path_of(folder, case), os.path.join(folder, name_of(*run))
   snapshot = sensitivity.read(workdir, r, at)
   found = sensitivity.measure(snapshot, by)
   found["run"] = os.path.basename(workdir)
@@ -97,11 +100,12 @@ def measure(folder: str, case: tuple) -> str:
     json.dump(found, f)
   os.replace(path + ".tmp", path)
   print(f"measured {path}", flush=True)
-  return path
 
 
 def measure_apart(folder: str, number: int) -> None:
-  """One case in a process of its own, which gives its memory back."""
+  """One case, once, in a process of its own."""
+  if os.path.exists(path_of(folder, cases()[number])):
+    return
   subprocess.run([sys.executable, os.path.abspath(__file__), f"--runs={folder}", f"--case={number}"], cwd=ROOT,
                  env=environment(), check=True)
 
@@ -114,7 +118,7 @@ def read_all(folder: str) -> list[dict]:
   rows = []
   for case in cases():
     (method, workers, seed, text), r, at, by = case
-    path = os.path.join(folder, name_of(*case[0]), f"case-{r}-{at}-{by}.json")
+    path = path_of(folder, case)
     if os.path.exists(path):
       with open(path) as f:
         rows.append(json.load(f) | {"method": method, "workers": workers, "seed": seed, "text": text, "round": r})
@@ -135,7 +139,7 @@ def write_csv(path: str, rows: list[dict]) -> None:
 
 
 def summarise(folder: str, out: str) -> str:
-  """Writes the files of `out`; returns the table."""
+  """Writes the files of `out`; returns the tables."""
   os.makedirs(out, exist_ok=True)
   found = read_all(folder)
   about = lambda f: {key: f[key] for key in ("method", "workers", "seed", "text", "round", "at", "by")}
@@ -146,18 +150,37 @@ def summarise(folder: str, out: str) -> str:
   write_csv(os.path.join(out, "blocks.csv"), blocks)
   write_csv(os.path.join(out, "pairs.csv"), [about(f) | {**pair, "drop": round(pair["drop"], 6)}
                                              for f in found for pair in f.get("pairs", ())])
-  text = table(found)
+  text = counts(found) + "\n\n" + table(found)
   with open(os.path.join(out, "results.md"), "w") as f:
     f.write(text + "\n")
   plot(os.path.join(out, "results.png"), found)
   return text
 
 
+NAMES = ["embed", *(f"layers_{i}" for i in range(LAYERS)), "lm_head"]
+
+
+def short(block: str) -> str:
+  return block.replace("layers_", "L").replace("lm_head", "head").replace("final_norm", "norm")
+
+
+def counts(found: list[dict]) -> str:
+  """For each kind of case: mean rank of every block and, in brackets, in how many cases it is among the first four."""
+  lines = ["| text | at | by | cases | " + " | ".join(map(short, NAMES)) + " | greedy minus paper, drop in % |",
+           "|" + "---|" * (5 + len(NAMES))]
+  for text, at, by in dict.fromkeys((f["text"], f["at"], f["by"]) for f in found):
+    mine = [f for f in found if (f["text"], f["at"], f["by"]) == (text, at, by)]
+    ranks = [ranks_of(f) for f in mine]
+    cells = [f"{np.mean([r[n] for r in ranks]):.1f} ({sum(r[n] <= 4 for r in ranks)})" for n in NAMES]
+    gains = [100 * (f["greedy"]["drop"] - f["paper"]["drop"]) / f["js_before"] for f in mine]
+    lines.append(f"| {text} | {at} | {by} | {len(mine)} | " + " | ".join(cells)
+                 + f" | {min(gains):+.1f} to {max(gains):+.1f}, mean {np.mean(gains):+.1f} |")
+  return "\n".join(lines)
+
+
 def table(found: list[dict]) -> str:
   """A line for every case: ranks, drops per MB, greedy subset against the paper's, place of layers 0 and 1 among pairs."""
-  names = ["embed", *(f"layers_{i}" for i in range(LAYERS)), "lm_head"]
-  short = lambda block: block.replace("layers_", "L").replace("lm_head", "head").replace("final_norm", "norm")
-  head = ["run", "round", "at", "by", "JS", *(f"{short(n)}" for n in names), "greedy subset", "its drop %", "paper's drop %",
+  head = ["run", "round", "at", "by", "JS", *(f"{short(n)}" for n in NAMES), "greedy subset", "its drop %", "paper's drop %",
           "L0 + L1 among 15 pairs"]
   lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
   for f in found:
@@ -168,7 +191,7 @@ def table(found: list[dict]) -> str:
     greedy = f["greedy"] or {"blocks": []}
     lines.append("| " + " | ".join([
         name_of(f["method"], f["workers"], f["seed"], f["text"]), str(f["round"]), f["at"], f["by"], f"{f['js_before']:.4f}",
-        *(f"{ranks[n]} ({per_mb[n]:.3f})" for n in names), " ".join(map(short, greedy["blocks"])), percent(f["greedy"]),
+        *(f"{ranks[n]} ({per_mb[n]:.3f})" for n in NAMES), " ".join(map(short, greedy["blocks"])), percent(f["greedy"]),
         percent(f["paper"]), f"{place[0]} (first: L{pairs[0]['first']} + L{pairs[0]['second']})" if place else ""]) + " |")
   return "\n".join(lines)
 
@@ -177,7 +200,6 @@ def plot(path: str, found: list[dict]) -> None:
   """Drop per MB of every block, relative to the mean over blocks, for all cases at the end of the inner phase."""
   from matplotlib.figure import Figure
 
-  names = ["embed", *(f"layers_{i}" for i in range(LAYERS)), "lm_head"]
   figure = Figure(figsize=(11, 4.2), layout="constrained")
   left, right = figure.subplots(1, 2, sharey=True)
   colours = {("GlobalM1", 4): "#0072B2", ("GlobalM1", 8): "#56B4E9", ("GlobalM1LocalM2", 4): "#D55E00",
@@ -188,10 +210,10 @@ def plot(path: str, found: list[dict]) -> None:
       per_mb = {row["block"]: row["drop_per_mb"] / f["js_before"] * total for row in f["blocks"]}
       axis = left if f["text"] == "bytes" else right
       label = f"{f['method']}, M={f['workers']}, round {f['round']}" if f["seed"] == 1 else None
-      axis.plot(names, [per_mb[n] for n in names], marker="o", ms=4, ls=":" if f["round"] == ROUNDS[0] else "-",
+      axis.plot(NAMES, [per_mb[n] for n in NAMES], marker="o", ms=4, ls=":" if f["round"] == ROUNDS[0] else "-",
                 color=colours[f["method"], f["workers"]], label=label, alpha=0.8)
   left.set_ylabel("share of JS removed / share of bytes")
-  for axis, title in ((left, "bytes: embedding and head 7 % of the parameters"),
+  for axis, title in ((left, "bytes: embedding and head 7.5 % of the parameters"),
                       (right, f"vocabulary of {VOCABULARY}: 39 %")):
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
