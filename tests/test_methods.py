@@ -538,6 +538,20 @@ def test_subset_by_rules_with_a_slice(x64):
   check_subset(STACKED, subset_method(rules), covered)
 
 
+@pytest.mark.parametrize("subset", [r"^(layers_1|layers_3|lm_head)/", ["^layers_3/", "lm_head|layers_1/"]])
+def test_patterns_of_numbered_layers_cover_rows_of_stacked_ones(x64, subset):
+  covered = jax.tree.map(lambda _: False, STACKED)
+  covered["layers"] = {"w": np.array([False, True, False, True])[:, None, None], "b": np.arange(4)[:, None] % 2 == 1}
+  covered["lm_head"] = {"kernel": True}
+  check_subset(STACKED, subset_method(subset), covered)
+
+
+def test_whole_stacked_leaves_win_over_rows(x64):
+  covered = jax.tree.map(lambda _: False, STACKED)
+  covered["layers"] = {"w": True, "b": np.arange(4)[:, None] == 2}
+  check_subset(STACKED, subset_method(["^layers_2/", "^layers/w$"]), covered)
+
+
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_embeddings_head_early_layers_unstacked(x64, n):
   covered = jax.tree.map(lambda _: False, UNSTACKED)

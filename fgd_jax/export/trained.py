@@ -59,7 +59,7 @@ def read_run(folder: str, step: int | None = None, which: str = "evaluated") -> 
   path = epath.Path(where, str(step))
   try:
     config = configs.unflat(json.loads((path / "config" / "metadata").read_text()))
-    shapes = _on_one_device(ocp.StandardCheckpointHandler().metadata(path / "state").tree["params"])
+    shapes = on_one_device(ocp.StandardCheckpointHandler().metadata(path / "state").tree["params"])
     vocabulary = shapes["embed"]["embedding"].shape[1]
     shape = dataclasses.replace(configs.make_model_config(config, vocabulary), attention="einsum", remat=False)
     method = configs.make_method(config)
@@ -75,13 +75,13 @@ def read_run(folder: str, step: int | None = None, which: str = "evaluated") -> 
                  f"{which} model of {config.workers} workers, method {config.method.name}, round {step}")
 
 
-def _on_one_device(shapes: PyTree) -> PyTree:
+def on_one_device(shapes: PyTree) -> PyTree:
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
 
 
-def _restore(path: epath.Path, wanted: PyTree) -> PyTree:
-  """A part of a saved state."""
+def restore_parts(path: epath.Path, wanted: PyTree) -> PyTree:
+  """The parts `wanted` of the state saved at `path`, laid out as its ShapeDtypeStructs say."""
   with ocp.PyTreeCheckpointer() as reader:
     return reader.restore(path, args=ocp.args.PyTreeRestore(
         item=wanted, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)))
@@ -95,7 +95,7 @@ def _mean_by_leaf(path: epath.Path, shapes: PyTree) -> PyTree:
     part: Any = shape
     for key in reversed(keys):
       part = {key.key: part}
-    restored = jax.tree.leaves(_restore(path, {"params": part}))[0]
+    restored = jax.tree.leaves(restore_parts(path, {"params": part}))[0]
     means.append(np.asarray(jnp.mean(restored, axis=0).astype(shape.dtype)))
   return jax.tree.unflatten(structure, means)
 
@@ -105,7 +105,7 @@ def _evaluated(path: epath.Path, shapes: PyTree, config: Any, method: Method, sh
   model = models.make(shape)
   _, round_fn = configs.build_round(config, model.loss, fgd.Workers(config.workers), overlap="auto")
   state = round_fn.abstract_state(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes))
-  saved = _restore(path, {"params": state.params, "method_state": state.method_state})
+  saved = restore_parts(path, {"params": state.params, "method_state": state.method_state})
   whole = fgd.State(saved["params"], (), saved["method_state"], np.int32(0))
   return jax.tree.map(np.asarray, round_fn.eval_params(whole))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 PyTree = Any
 
@@ -22,7 +23,7 @@ class Rule(NamedTuple):
 
   pattern: str
   axis: int | None = None
-  part: slice | None = None
+  part: slice | tuple[int, ...] | None = None
 
 
 class EarlyLayers(NamedTuple):
@@ -56,7 +57,8 @@ class Subset:
   Args:
     subset: a regular expression (re.search on the path joined by "/"), a list of rules (pattern, axis, slice) or
       patterns, or `embeddings_head_early_layers(n)` (also as a string, for config files). The first rule that matches
-      a leaf counts.
+      a leaf counts. A pattern that does not match a leaf of stacked layers, `layers/...`, covers the rows whose path
+      matches if they are numbered, `layers_0/...`: it means the same in both layouts.
   """
 
   def __init__(self, subset: Any):
@@ -77,7 +79,7 @@ class Subset:
       ValueError: a rule matches nothing, or an axis or slice that the leaf does not have; names `subset=`.
     """
     leaves = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
-    found = self._early(list(leaves)) if self.early else self._by_rules(list(leaves))
+    found = self._early(list(leaves)) if self.early else self._by_rules(leaves)
     if not found:
       names = ", ".join(list(leaves)[:6])
       raise ValueError(f"subset={self.early or [tuple(r) for r in self.rules]} covers none of the parameters ({names}, "
@@ -86,7 +88,8 @@ class Subset:
 
   def put(self, tree: PyTree, parts: dict[str, jax.Array]) -> PyTree:
     """`tree` with the covered parts replaced."""
-    found = self._early(list(_paths(tree))) if self.early else self._by_rules(list(_paths(tree)))
+    leaves = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    found = self._early(list(leaves)) if self.early else self._by_rules(leaves)
 
     def leaf(path, x):
       name = path_of(path)
@@ -99,15 +102,16 @@ class Subset:
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
-  def _by_rules(self, paths: list[str]) -> dict[str, Rule]:
+  def _by_rules(self, leaves: dict[str, jax.Array]) -> dict[str, Rule]:
     found: dict[str, Rule] = {}
     for rule in self.rules:
-      hits = [p for p in paths if re.search(rule.pattern, p)]
+      hits = {p: rule for p in leaves if re.search(rule.pattern, p)}
+      if rule.axis is None:
+        hits |= {p: Rule(p, 0, rows) for p, x in leaves.items() if p not in hits and (rows := _rows(rule, p, x))}
       if not hits:
-        raise ValueError(f"subset={rule.pattern!r} matches none of the parameters ({', '.join(paths[:6])}, ...); "
+        raise ValueError(f"subset={rule.pattern!r} matches none of the parameters ({', '.join(list(leaves)[:6])}, ...); "
                          "correct the pattern or remove the rule.")
-      for p in hits:
-        found.setdefault(p, rule)
+      found = {p: _first(found[p], hits[p]) if p in found and p in hits else (found | hits)[p] for p in found | hits}
     return found
 
   def _early(self, paths: list[str]) -> dict[str, Rule]:
@@ -140,9 +144,26 @@ def _rule(rule: Any) -> Rule:
   return rule
 
 
+def _first(rule: Rule, later: Rule) -> Rule:
+  """What counts of two rules that match one leaf: the first, but rows of stacked layers unite as numbered layers would."""
+  if not isinstance(rule.part, tuple) or isinstance(later.part, slice):
+    return rule
+  return later if later.part is None else rule._replace(part=tuple(sorted({*rule.part, *later.part})))
+
+
+def _rows(rule: Rule, path: str, x: jax.Array) -> tuple[int, ...]:
+  """The rows of a leaf of stacked layers that a pattern would match as numbered layers."""
+  stacked = STACKED_LAYERS.search(path)
+  if stacked is None or NUMBERED_LAYER.search(path) or not x.ndim:
+    return ()
+  numbered = lambda i: f"{path[:stacked.end(2)]}_{i}{path[stacked.end(2):]}"
+  return tuple(i for i in range(x.shape[0]) if re.search(rule.pattern, numbered(i)))
+
+
 def _index(rule: Rule) -> tuple[Any, ...]:
   assert rule.axis is not None
-  return (slice(None),) * rule.axis + (rule.part,)
+  part = np.asarray(rule.part) if isinstance(rule.part, tuple) else rule.part
+  return (slice(None),) * rule.axis + (part,)
 
 
 def _part(path: str, x: jax.Array, rule: Rule) -> jax.Array:
@@ -154,7 +175,3 @@ def _part(path: str, x: jax.Array, rule: Rule) -> jax.Array:
   if not part.size:
     raise ValueError(f"subset rule {tuple(rule)}: the slice of {path} {tuple(x.shape)} is empty.")
   return part
-
-
-def _paths(tree: PyTree) -> list[str]:
-  return [path_of(p) for p, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
