@@ -2,8 +2,8 @@
 
     python benchmarks/paper_dry_run.py --out=docs/claims/paper.csv [--only=LocalM1M2] [--workers=8] [--list]
 
-Needs libtpu (pip install 'fgd-jax[aot]'), one to four minutes of one core and 4 GB of memory a compilation. Run again with the same
---out it goes on where it stopped: cases that stand in the file are not repeated. It ends with the file as a Markdown table.
+Needs libtpu (pip install 'fgd-jax[aot]'); a compilation takes one to four minutes of a core and 4 GB. Run again with the
+same --out it goes on where it stopped: cases in the file are not repeated. It ends with the file as a Markdown table.
 
 H is the length of a loop. A variant and M are compiled with H = 100, and for the other H lowered: `how` is "same program"
 where that gives the lowered text of H = 100 but for H itself, in the same form with the same options. Such a row has the

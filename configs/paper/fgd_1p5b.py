@@ -20,7 +20,7 @@ inside, Nesterov outside, 100 and 200 Mbit/s, and the perplexities in RUNS. Unkn
     evaluation    of which parameters (here the workers' mean), on which text, and with which tokenizer (here Llama 3's)
     length        whether the 10B column is a run of its own (here it is) or a point of the 30B run
 
-Data, once (not tried at this size; 100BT has more than a pass of 30B tokens, in 4 bytes each):
+Data, once (the downloads were not tried; 100BT has more than a pass of 30B tokens, in 4 bytes each):
 
     hf download HuggingFaceFW/fineweb --repo-type dataset --include "sample/100BT/*" --local-dir data/raw
     hf download meta-llama/Llama-3.2-1B tokenizer.json --local-dir data/llama3
