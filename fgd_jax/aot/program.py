@@ -10,12 +10,14 @@ import math
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from ml_collections import ConfigDict
 
 from fgd_jax import aot, models, sharding
 from fgd_jax import config as configs
@@ -23,8 +25,9 @@ from fgd_jax.aot import targets
 from fgd_jax.default_config import get_config as default
 from fgd_jax.mixing import exchange, path_of
 from fgd_jax.mixing.pack import local_shape
+from fgd_jax.overlap import Plan
 from fgd_jax.round import Round
-from fgd_jax.workers import slice_of
+from fgd_jax.workers import Workers, slice_of
 
 BYTE_VOCABULARY = 256  # where model.vocab_size is None; data are not read
 
@@ -61,27 +64,43 @@ def read_config(values: dict[str, Any]):
   return config.lock()
 
 
-def _compile(request: dict[str, Any], folder: str) -> dict[str, Any]:
-  config = read_config(request["config"])
+class Lowered(NamedTuple):
+  """A traced and lowered round, before the compiler: the lowered program, and what it was made of."""
+
+  program: jax.stages.Lowered
+  plan: Plan
+  round_fn: Round
+  workers: Workers
+  params: Any
+
+
+def lower(config: ConfigDict, available: Sequence[Any], round: int = 0) -> Lowered:
+  """Lowers a config's unmeasured round for devices that need not be there (`targets.devices`).
+
+  Raises:
+    ValueError: a config that cannot work, or too few devices.
+  """
   configs.validate(config)
-  target = targets.parse(request["topology"], request["slices"])
-  available = targets.devices(target)
   workers = configs.make_workers(config, available)
+  model = models.make(configs.make_model_config(config, config.model.vocab_size or BYTE_VOCABULARY))
+  _, round_fn = configs.build_round(config, model.loss, workers)
+  params = jax.eval_shape(model.init, jax.random.key(config.seed))
+  tokens = jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1), jnp.int32)
+  state = round_fn.abstract_state(params)._replace(round=np.int32(round))
+  program = round_fn.lower(state, {"tokens": tokens}, measured=False)
+  return Lowered(program, round_fn.plan({"tokens": tokens}), round_fn, workers, params)
+
+
+def _compile(request: dict[str, Any], folder: str) -> dict[str, Any]:
+  available = targets.devices(targets.parse(request["topology"], request["slices"]))
+  began = time.monotonic()
+  program, plan, round_fn, workers, params = lower(read_config(request["config"]), available, request["round"])
   mesh = workers.mesh
   assert mesh is not None  # given devices are always put in one
   inside = sharding.inside_worker(mesh)
-  model = models.make(configs.make_model_config(config, config.model.vocab_size or BYTE_VOCABULARY))
-  _, round_fn = configs.build_round(config, model.loss, workers)
-
-  params = jax.eval_shape(model.init, jax.random.key(config.seed))
-  tokens = jax.ShapeDtypeStruct((config.workers, config.inner_steps, config.batch_size, config.seq_len + 1), jnp.int32)
-  state = round_fn.abstract_state(params)._replace(round=np.int32(request["round"]))
-  plan = round_fn.plan({"tokens": tokens})
   xla_options = {**plan.options, **request["xla_options"]}
-  began = time.monotonic()
-  lowered = round_fn.lower(state, {"tokens": tokens}, measured=False)
   lower_seconds, began, cpu = time.monotonic() - began, time.monotonic(), time.process_time()
-  compiled = lowered.compile(compiler_options=xla_options or None)
+  compiled = program.compile(compiler_options=xla_options or None)
   compile_seconds, compile_cpu_seconds = time.monotonic() - began, time.process_time() - cpu
   with open(os.path.join(folder, "program.hlo"), "w") as f:
     f.write(compiled.as_text() or "")
