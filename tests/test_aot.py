@@ -414,7 +414,7 @@ def test_names_of_targets():
 
 def test_missing_compilers_are_named_with_their_packages(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(aot.TargetError, match=r"pip install 'fgd-jax\[aot\]'"):
+  with pytest.raises(aot.TargetError, match=r"pip install '\.\[aot\]'"):
     aot.compile_round(default(), "v5e:2x2")
   with pytest.raises(aot.TargetError, match="jax-cuda12-plugin jax-cuda12-pjrt"):
     aot.compile_round(default(), "h100:8")
