@@ -3,7 +3,7 @@
     python benchmarks/compile_scaling.py [--topology=v5e] [--workers=4,16,64,256] [--only=hypercube] [--repeats=3]
 
 One worker a device, on slices 2x2, 4x4, 8x8 and 16x16, compiled ahead of time for devices that are not there; needs libtpu
-(pip install 'fgd-jax[aot]'). The model is small (1.4M parameters in 12 leaves, layers scanned), which makes the exchanges
+(pip install '.[aot]'). The model is small (1.4M parameters in 12 leaves, layers scanned), which makes the exchanges
 weigh more than they would in a real program. All rows have H = 256 inner steps (the length of a loop, which costs nothing),
 so that a Mix1 that is a mean takes the ring form (H >= M - 1) for every M. Ratios are to the first M of a row's topologies.
 

@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--only=v5e] [--part=methods]      every method and form of overlap, 109M parameters
     python benchmarks/memory.py --part=llama                       configs/llama_1p5b.py on v5e (16 GB) and v5p (95 GB)
 
-Compiled ahead of time for TPUs that are not there (pip install 'fgd-jax[aot]'); half a minute a row, minutes for llama.
+Compiled ahead of time for TPUs that are not there (pip install '.[aot]'); half a minute a row, minutes for llama.
 
 Unit of the first columns: one copy of the parameters, a device's shard of them in float32.
 

@@ -2,8 +2,9 @@
 
     python benchmarks/overlap_table.py [--only=v5e] [--commands]
 
-Needs libtpu (pip install 'fgd-jax[aot]') and, for the h100 rows, the wheels jax-cuda12-plugin and jax-cuda12-pjrt; rows
-whose compiler is missing say so. About half a minute a row on two cores; --only takes rows whose target contains a word.
+docs/overlap.md keeps the result. Needs libtpu (pip install '.[aot]') and, for the h100 rows, the wheels jax-cuda12-plugin
+and jax-cuda12-pjrt; rows whose compiler is missing say so. About half a minute a row on two cores; --only takes rows whose
+target contains a word.
 """
 
 from __future__ import annotations

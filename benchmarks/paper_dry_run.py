@@ -2,7 +2,7 @@
 
     python benchmarks/paper_dry_run.py --out=docs/claims/paper.csv [--only=LocalM1M2] [--workers=8] [--list]
 
-Needs libtpu (pip install 'fgd-jax[aot]'); a compilation takes one to four minutes of a core and 4 GB. Run again with the
+Needs libtpu (pip install '.[aot]'); a compilation takes one to four minutes of a core and 4 GB. Run again with the
 same --out it goes on where it stopped: cases in the file are not repeated. It ends with the file as a Markdown table.
 
 H is the length of a loop. A variant and M are compiled with H = 100, and for the other H lowered: `how` is "same program"

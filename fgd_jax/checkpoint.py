@@ -277,9 +277,9 @@ def show(found: dict[str, Any], leaves: bool) -> str:
            f"{found['method']}, {found['workers']} workers" + (f" (also saved: {others})" if others else "")]
   for workers, examples in found["progress"]["earlier"]:
     lines.append(f"  earlier: {workers} workers, each of which read {examples:,} sequences")
-  where = [p.get("next_index") for p in found["data"]]
-  lines.append(f"  data: the next round is number {' and '.join(map(str, where))} since round "
-               f"{found['progress']['since']}, when the data were dealt to these workers")
+  read, since = sorted({p.get("next_index") for p in found["data"]}), found["progress"]["since"]
+  lines.append(f"  data: {' or '.join(map(str, read))} rounds are read"
+               + (f" since round {since}, when what was left was dealt to these workers" if since else ""))
   changed = {k: v for k, v in config.items() if v != defaults.get(k)}
   lines.append("  config besides defaults: " + (", ".join(f"{k}={v}" for k, v in sorted(changed.items())) or "none"))
   lines.append(f"  {'part':24s} {'arrays':>7s} {'numbers':>15s} {'MB':>12s}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
@@ -76,7 +78,7 @@ def apply_variant(config: ConfigDict, arg: str | None) -> None:
       config.method.update({option: None for option in config.method if option != "name"})
     if not equals:
       raise ValueError(f"Config variant {word!r} is not of the form key=value.")
-    _refuse_unknown([key])
+    _refuse_unknown([key], "method")
     section, _, leaf = key.rpartition(".")
     holder = config[section] if section else config
     try:
@@ -93,11 +95,11 @@ def _parse(text: str, kind: type) -> Any:
   return kind(text)
 
 
-def _refuse_unknown(keys: list[str]) -> None:
+def _refuse_unknown(keys: list[str], method: str = "method.name") -> None:
   known = list(flat(default()))
   for key in keys:
     if key not in known:
-      near = difflib.get_close_matches(key, known, n=1)
+      near = [word if word in known else method for word in difflib.get_close_matches(key, [*known, "method"], n=1)]
       raise ValueError(f"Unknown config key {key!r}{f'; did you mean {near[0]!r}?' if near else ''} "
                        "(all keys: configs/default.py).")
 
@@ -408,7 +410,7 @@ def make_workers(config: ConfigDict, devices: Sequence[Any] | None = None) -> Wo
   devices = jax.devices() if devices is None else devices
   if ours and devices[0].platform == "cpu" and not config.allow_cpu:
     raise ValueError("allow_cpu=False and jax found no accelerator, only CPU; check the installation (pip install "
-                     "'fgd-jax[tpu]' or '[cuda]') or set allow_cpu=True.")
+                     "'.[tpu]' or '.[cuda]') or set allow_cpu=True.")
   inside, parts = config.mesh.fsdp * config.mesh.tensor, sharding.slices(devices)
   if config.workers % len(parts):
     raise ValueError(f"workers={config.workers} cannot be divided evenly among {len(parts)} slices; make workers a "
@@ -431,17 +433,52 @@ def make_workers(config: ConfigDict, devices: Sequence[Any] | None = None) -> Wo
   return Workers(config.workers, mesh)
 
 
+def refuse(sentence: str) -> NoReturn:
+  """Ends a command that cannot start."""
+  print(sentence, file=sys.stderr)
+  raise SystemExit(2)
+
+
 def parse_flags(argv: list[str], usage: str) -> list[str]:
-  """absl's parser for a command, with one sentence where a config cannot be loaded or a key does not exist."""
+  """absl's parser for a command: --help is no failure, and what cannot be read gets one sentence, last on the terminal."""
+  asked = [word for word in argv[1:] if word.startswith("-") and word.lstrip("-") in _HELP]
   try:
-    return flags.FLAGS(argv)
+    if not asked:
+      _refuse_config_words(argv)
+    return flags.FLAGS([argv[0], *asked] if asked else argv)
+  except SystemExit as e:
+    raise SystemExit(0 if asked else e.code) from e
   except Exception as e:  # a config file may raise anything
     if os.environ.get("FGD_JAX_TRACEBACK"):
       raise
     lines = [line.strip() for line in str(e).replace("\\n", "\n").splitlines() if line.strip()]
     traced = any("Traceback (most recent call last)" in line for line in lines)  # an error inside the config file
-    message = lines[-1] if traced else " ".join(lines)
+    message = re.sub(r"^(\w+\.)*\w+(Error|Exception): ", "", lines[-1] if traced else " ".join(lines))
+    if missing := re.findall(r"Flag --(\S+) must have a value other than None", message):
+      are = "is" if len(missing) == 1 else "are"
+      refuse(f"{' and '.join(f'--{name}' for name in missing)} {are} missing; usage: {usage}")
     if isinstance(e, (AttributeError, KeyError)) and " " not in message:
-      message = f"unknown config key {message.strip(chr(34) + chr(39))!r}; all keys stand in configs/default.py"
-    print(f"Cannot start: {message[:500]} (usage: {usage})", file=sys.stderr)
-    raise SystemExit(2) from e
+      message = f"Unknown config key {message.strip(chr(34) + chr(39))!r}; all keys stand in configs/default.py"
+    refuse(f"{message[:500].rstrip('.')} (usage: {usage})")
+
+
+_HELP = ("help", "helpfull", "helpshort", "helpxml", "h", "?")
+
+
+def _refuse_config_words(argv: list[str]) -> None:
+  """Raises ValueError for a --config file that is not there, and for a --config.KEY that does not exist."""
+  for word, following in zip(argv[1:], [*argv[2:], ""]):
+    name, equals, value = word.lstrip("-").partition("=")
+    if word.startswith("-") and name == "config":
+      refuse_missing_file(value if equals else following)
+    elif word.startswith("-") and name.startswith("config."):
+      _refuse_unknown([name.removeprefix("config.")])
+
+
+def refuse_missing_file(text: str) -> None:
+  """Raises ValueError where the file of --config=FILE[:settings] does not exist, naming one that is like it."""
+  path = text.partition(":")[0]
+  if not os.path.exists(path):
+    there = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.py"))
+    near = [*difflib.get_close_matches(path, there, n=1), "configs/quickstart.py"]
+    raise ValueError(f"--config={path} does not exist; give a file such as {near[0]}.")

@@ -6,7 +6,9 @@ process all of it does nothing. Which processes there are: cluster.py.
 
 from __future__ import annotations
 
-import contextlib
+import glob
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -14,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -261,34 +263,59 @@ def preflight(mesh: Mesh | None, seconds: float) -> None:
         raise StartError(f"The all-reduce over the mesh axis {axis!r} gave a wrong sum; a device or a link is broken.")
 
 
-_told = threading.Event()
+# --- told to stop ----------------------------------------------------------------------------------------------------
+
+SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_told: list[signal.Signals] = []  # since the rounds began
+_running = threading.Event()      # rounds began
 
 
-@contextlib.contextmanager
-def heeding_sigterm() -> Iterator[None]:
-  """In a run of one process the first SIGTERM asks for a save (see `preempted`) and a second one ends it at once.
+def heed_signals(last_words: Callable[[], str]) -> None:
+  """What SIGTERM and Ctrl-C do to this process from now on; for commands, in the main thread.
 
-  With several processes jax passes it on to all of them.
+  While rounds run the first one asks for a save (see `preempted`). A second one ends the process at once, and so does the
+  first one before the rounds, in a thread of its own: Python's handlers wait until a compilation or a round has ended. With
+  several processes jax passes SIGTERM on to all of them, and Ctrl-C counts as SIGTERM.
+
+  Args:
+    last_words: what the same command will do, said where the process ends at once.
   """
-  if count() > 1 or threading.current_thread() is not threading.main_thread():
-    yield
-    return
-  _told.clear()
+  reading, writing = os.pipe()
+  os.set_blocking(writing, False)
+  for number in SIGNALS:
+    if signal.getsignal(number) is not signal.SIG_IGN:  # a shell script's background processes ignore Ctrl-C
+      signal.signal(number, lambda *_: None)
+  signal.set_wakeup_fd(writing)
+  threading.Thread(target=_heed, args=(reading, last_words), name="signals", daemon=True).start()
 
-  def told(*_: Any) -> None:
-    _told.set()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-  before = signal.signal(signal.SIGTERM, told)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+def _heed(reading: int, last_words: Callable[[], str]) -> None:
+  while True:
+    number = os.read(reading, 1)[0]
+    if number not in SIGNALS:
+      continue
+    if _told or not (_running.is_set() or count() > 1):
+      print(f"\nEnded at once ({SIGNALS[signal.Signals(number)]}). {last_words()}", file=sys.stderr, flush=True)
+      os._exit(128 + number)
+    _told.append(signal.Signals(number))
+    if count() > 1:
+      os.kill(os.getpid(), signal.SIGTERM)
+    logging.warning("Told to stop (%s): the round that runs is finished and saved; Ctrl-C again ends at once.",
+                    SIGNALS[_told[0]])
 
 
 def preempted(rounds: int) -> bool:
-  """Whether this round, the same in all processes, is the one to save and stop at, since one of them got SIGTERM."""
-  return _told.is_set() if count() == 1 else multihost_utils.reached_preemption_sync_point(rounds)
+  """Whether this round, the same in all processes, is the one to save and stop at, since one of them was told to stop."""
+  _running.set()
+  return bool(_told) if count() == 1 else multihost_utils.reached_preemption_sync_point(rounds)
+
+
+def stopped_by() -> signal.Signals:
+  """The signal that told the run to stop."""
+  return _told[0] if _told and count() == 1 else signal.SIGTERM
+
+
+# --- platform and end ------------------------------------------------------------------------------------------------
 
 
 def refuse_silent_cpu() -> None:
@@ -298,11 +325,13 @@ def refuse_silent_cpu() -> None:
     StartError: one sentence; also where JAX_PLATFORMS names a platform that is not there.
   """
   asked = str(jax.config.jax_platforms or "")  # type: ignore[attr-defined]
+  if not asked and _only_cpu():
+    jax.config.update("jax_platforms", "cpu")
   try:
     platform = jax.devices()[0].platform
   except RuntimeError as e:
     raise StartError(f"jax cannot use JAX_PLATFORMS={asked!r} ({_sentence(e)[:300]}); install the extra for it (pip install "
-                     "'fgd-jax[tpu]' or '[cuda]') or set JAX_PLATFORMS=cpu.") from e
+                     "'.[tpu]' or '.[cuda]') or set JAX_PLATFORMS=cpu.") from e
   if platform != "cpu" or "cpu" in asked.split(","):
     return
   from jax._src import hardware_utils
@@ -312,8 +341,19 @@ def refuse_silent_cpu() -> None:
     what, extra = "a TPU", "tpu"
   else:
     return
-  raise StartError(f"This machine has {what} that jax does not use; install it with pip install 'fgd-jax[{extra}]', or set "
+  raise StartError(f"This machine has {what} that jax does not use; install it with pip install '.[{extra}]', or set "
                    "JAX_PLATFORMS=cpu to train on CPU.")
+
+
+def _only_cpu() -> bool:
+  """Whether there is surely no TPU and no plugin for anything else: libtpu, which fgd_jax.aot needs, then only complains."""
+  from jax._src import hardware_utils
+  names = ("TPU_", "COLAB_TPU", "CLOUD_TPU", "MEGASCALE_", "JAX_FORCE_TPU_INIT", "PJRT_NAMES")
+  own = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")  # that jax and libtpu set everywhere
+  told = any(name.startswith(names) and name not in own for name in os.environ)
+  plugins = importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins")
+  devices = glob.glob("/dev/accel*") or glob.glob("/dev/vfio*") or hardware_utils.num_available_tpu_chips_and_device_id()[0]
+  return not (told or plugins or devices)
 
 
 def finish() -> None:

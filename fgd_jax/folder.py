@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import json
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from fgd_jax import config as configs
-from fgd_jax.checkpoint import refuse_other_config
+from fgd_jax.checkpoint import find_step, refuse_other_config
 from fgd_jax.report import curves
 from fgd_jax.runlog import read_lines
 
@@ -27,6 +28,8 @@ def claimed(workdir: str) -> Iterator[None]:
     ValueError: a folder that holds something else, or that another process holds.
     OSError: the folder cannot be made or written.
   """
+  path = pathlib.Path(workdir).absolute()
+  made = [folder for folder in (path, *path.parents) if not folder.exists()]
   os.makedirs(workdir, exist_ok=True)
   if not os.path.exists(os.path.join(workdir, "config.json")):
     ours = {"checkpoints", "tensorboard", "profile", "logs", "metrics.jsonl", "events.jsonl", "summary.json",
@@ -40,7 +43,15 @@ def claimed(workdir: str) -> Iterator[None]:
       raise ValueError(f"Another process is running in --workdir={workdir}; stop it or choose another folder.") from e
     except OSError:  # a file system without locks
       pass
-    yield
+    try:
+      yield
+    except BaseException:
+      with contextlib.suppress(OSError):
+        if os.listdir(workdir) == [LOCK_FILE]:  # refused before it began
+          os.remove(lock.name)
+          for folder in made:
+            folder.rmdir()
+      raise
 
 
 def recognise_run(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
@@ -54,14 +65,34 @@ def recognise_run(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     raise ValueError(f"{checkpoints} is not a folder; choose another --workdir.")
   if not os.path.exists(path):
     return None
-  refuse_other_config(config, read_json(path), f"the run in {workdir}")
+  saved = read_json(path)
   summary = read_summary(workdir)
+  trained = summary or newest(workdir) is not None or read_lines(os.path.join(workdir, "metrics.jsonl"))
+  if not trained and "inner_steps" in saved:  # a run, not an exported model
+    return None
+  refuse_other_config(config, saved, f"the run in {workdir}")
   if summary is None or summary.get("rounds", 0) >= config.rounds:
     return summary
   if not os.path.isdir(checkpoints):
     raise ValueError(f"The run in {workdir} ended at round {summary.get('rounds')} and its checkpoints are gone, so it "
                      "cannot be continued; choose another --workdir.")
   return None
+
+
+def newest(workdir: str) -> int | None:
+  """The round of the newest complete checkpoint on disk; None without any."""
+  try:
+    return find_step(workdir)[1]
+  except ValueError:
+    return None
+
+
+def what_next(workdir: str) -> str:
+  """What the same command will do, in one sentence."""
+  step = newest(workdir)
+  if step is None:
+    return "There is no checkpoint, so the same command starts from the beginning."
+  return f"The same command goes on from the checkpoint of round {step}."
 
 
 def read_summary(workdir: str) -> dict[str, Any] | None:

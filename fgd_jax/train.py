@@ -14,7 +14,6 @@ import functools
 import math
 import os
 import platform
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ import fgd_jax as fgd
 from fgd_jax import aot, data, distributed, export, faults, measure, models, resize
 from fgd_jax import config as configs
 from fgd_jax.checkpoint import Checkpoints, Progress
-from fgd_jax.folder import LOCK_FILE, claimed, recognise_run, write_config, write_json
+from fgd_jax.folder import LOCK_FILE, claimed, recognise_run, what_next, write_config, write_json
 from fgd_jax.mixing.stacks import finite_rows
 from fgd_jax.quarantine import CAUSES, NonFiniteError
 from fgd_jax.report import curves
@@ -45,7 +44,7 @@ ADVICE = ("Nothing was saved over earlier checkpoints. Try a lower inner.lr or m
 
 
 class PreemptedError(RuntimeError):
-  """A process was told to stop (SIGTERM); the state is saved."""
+  """A process was told to stop (SIGTERM, Ctrl-C); the state is saved."""
 
 
 def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
@@ -55,14 +54,14 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any]:
     ValueError, FileNotFoundError: what cannot work, in one sentence, before the first round.
     NonFiniteError: a non-finite loss or state, naming worker and step; nothing is saved over the last good checkpoint.
     PeerError: another process of the run stopped or did not come.
-    PreemptedError: after SIGTERM (to any process of the run) and a save.
+    PreemptedError: after a save, where a process of the run was told to stop and heeds that (`distributed.heed_signals`,
+      as the command does).
   """
   configs.validate(config)
   distributed.start(configs.flat(config), config.limits.start)
   with contextlib.ExitStack() as stack:
     distributed.by_leader("claiming the run's folder", lambda: stack.enter_context(claimed(workdir)), config.limits.start)
     distributed.shared_file(os.path.join(workdir, LOCK_FILE), config.limits.start)
-    stack.enter_context(distributed.heeding_sigterm())
     watch = stack.enter_context(distributed.Watch(config.limits.stall if distributed.count() > 1 else 0))
     return _train(config, workdir, watch)
 
@@ -71,8 +70,8 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
   limit = config.limits.start
   summary = distributed.by_leader("looking at the run's folder", lambda: recognise_run(config, workdir), limit)
   if summary is not None:
-    logging.info("The run in %s is finished (%d rounds, held-out loss %.4f); nothing to do. For a longer run choose "
-                 "another --workdir.", workdir, summary["rounds"], summary["eval_loss"])
+    logging.info("The run in %s is finished (%d rounds, held-out loss %.4f); nothing to do. For more rounds see "
+                 "docs/resume.md.", workdir, summary["rounds"], summary["eval_loss"])
     return summary
 
   # --- data, model, method -------------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ def _train(config: ConfigDict, workdir: str, watch: distributed.Watch) -> dict[s
         refuse_non_finite(all_finite(state), done * config.inner_steps)
         checkpoints.save(state, iterator, tokens[done])
       if stop:
-        raise PreemptedError(f"Told to stop (SIGTERM) after round {done}; the same command goes on from the last save.")
+        raise PreemptedError(f"Told to stop ({distributed.SIGNALS[distributed.stopped_by()]}) after round {done}.")
       batches = round_fn.from_local(next(iterator))
       measured = due(done + 1, config.measure_every, config.rounds)
       alive = links = None
@@ -416,17 +415,18 @@ def make_evaluation(loss: Callable, heldout_NxBxL: np.ndarray, workers: fgd.Work
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    raise app.UsageError(f"Unexpected argument {argv[1]!r}; all options start with --.")
+    configs.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
   if not flags.FLAGS.workdir:
-    raise app.UsageError("--workdir=DIR is needed: the folder for checkpoints, metrics and plots.")
+    configs.refuse("--workdir is missing; give the folder for checkpoints, metrics and plots, such as --workdir=runs/a.")
   show_own_logs()
+  distributed.heed_signals(lambda: what_next(flags.FLAGS.workdir))
   try:
     train(flags.FLAGS.config, flags.FLAGS.workdir)
     distributed.finish()
   except PreemptedError as e:
-    logging.warning("%s", e)
+    logging.warning("%s %s", e, what_next(flags.FLAGS.workdir))
     distributed.finish()
-    raise SystemExit(128 + signal.SIGTERM) from e
+    raise SystemExit(128 + distributed.stopped_by()) from e
   except (ValueError, OSError, NonFiniteError, distributed.PeerError) as e:
     if os.environ.get("FGD_JAX_TRACEBACK"):
       raise
@@ -435,12 +435,9 @@ def main(argv: list[str]) -> None:
   except jax.errors.JaxRuntimeError as e:
     if distributed.count() == 1:
       raise
-    logging.error("Process %d ends: %s. Another process has probably died; see its log. The same command goes on from the "
-                  "last checkpoint.", distributed.index(), str(e).strip().splitlines()[0][:300])
+    logging.error("Process %d ends: %s. Another process has probably died; see its log. %s",
+                  distributed.index(), str(e).strip().splitlines()[0][:300], what_next(flags.FLAGS.workdir))
     raise SystemExit(LOST_PEER) from e
-  except KeyboardInterrupt as e:
-    logging.error("Interrupted; the same command continues from the last checkpoint in %s.", flags.FLAGS.workdir)
-    raise SystemExit(130) from e
 
 
 if __name__ == "__main__":

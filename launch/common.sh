@@ -55,6 +55,7 @@ run() { if [ -n "$dry_run" ]; then quoted "$@"; echo; else "$@"; fi }
 # write FILE: the file's text comes from standard input.
 write() {
   if [ -n "$dry_run" ]; then
+    run mkdir -p "$(dirname "$1")"
     echo "cat > $(quoted "$1") <<'END_OF_FILE'"
     cat
     echo "END_OF_FILE"
@@ -81,13 +82,13 @@ failed=""  # index of the process that died
 start() {
   local log=$1 first=${#pids[@]}
   shift
+  if [ "$first" = 0 ]; then run mkdir -p "$(dirname "$log")"; fi
   if [ -n "$dry_run" ]; then
     if [ "$first" = 0 ]; then echo "$(quoted "$@") > >(tee -a $(quoted "$log")) 2>&1 &"
     else echo "$(quoted "$@") >> $(quoted "$log") 2>&1 &"; fi
     pids+=(0)
     return
   fi
-  mkdir -p "$(dirname "$log")"
   if [ "$first" = 0 ]; then "$@" > >(tee -a "$log") 2>&1 &
   else "$@" >> "$log" 2>&1 & fi
   pids+=($!)

@@ -1,6 +1,6 @@
 """Reading compiled schedules: every form from snippets with numbers by hand, then real compilations for TPUs.
 
-The compilations need libtpu (pip install 'fgd-jax[aot]') and no TPU; GPU targets run with FGD_TEST_GPU_AOT=1 and the
+The compilations need libtpu (pip install '.[aot]') and no TPU; GPU targets run with FGD_TEST_GPU_AOT=1 and the
 plugin wheels.
 """
 
@@ -414,7 +414,7 @@ def test_names_of_targets():
 
 def test_missing_compilers_are_named_with_their_packages(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(aot.TargetError, match=r"pip install 'fgd-jax\[aot\]'"):
+  with pytest.raises(aot.TargetError, match=r"pip install '\.\[aot\]'"):
     aot.compile_round(default(), "v5e:2x2")
   with pytest.raises(aot.TargetError, match="jax-cuda12-plugin jax-cuda12-pjrt"):
     aot.compile_round(default(), "h100:8")
@@ -438,7 +438,7 @@ def test_command_refuses_unknown_targets_in_one_sentence():
 # --- real compilations -----------------------------------------------------------------------------------------------
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None,
-                                  reason="the TPU compiler is not installed: pip install 'fgd-jax[aot]'")
+                                  reason="the TPU compiler is not installed: pip install '.[aot]'")
 needs_gpu_plugin = pytest.mark.skipif(not os.environ.get("FGD_TEST_GPU_AOT"),
                                       reason="GPU targets: launch/test.sh --gpu-aot, which installs the plugin wheels")
 DIM, FFN, LAYERS, VOCAB, HEAD = 256, 512, 2, 256, 64  # HEAD: dim / 4 heads, of which 2 are key/value heads

@@ -146,4 +146,4 @@ def test_without_ray_the_extra_is_named(tmp_path):
   env = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
   out = subprocess.run(command("fgd_jax.decoupled", TINY, str(tmp_path / "run")), cwd=ROOT, env=env, capture_output=True,
                        text=True, timeout=300)
-  assert out.returncode == 2 and "pip install 'fgd-jax[decoupled]'" in out.stderr and "Traceback" not in out.stderr
+  assert out.returncode == 2 and "pip install '.[decoupled]'" in out.stderr and "Traceback" not in out.stderr

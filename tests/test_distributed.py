@@ -203,6 +203,22 @@ def test_preflight_adds_up_over_every_axis():
   distributed.preflight(mesh, 60)  # raises where a sum is wrong
 
 
+@pytest.mark.parametrize("there", ["", "variable", "chip", "device", "plugin"])
+def test_only_where_there_is_surely_no_accelerator_jax_does_not_look_for_one(there, monkeypatch):
+  """libtpu complains where it is asked and there is no TPU; what jax and libtpu set everywhere is no sign of one."""
+  from jax._src import hardware_utils
+  for name in [name for name in os.environ if "TPU" in name]:
+    monkeypatch.delenv(name)
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  monkeypatch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (4 * (there == "chip"), None))
+  monkeypatch.setattr(distributed.glob, "glob", lambda _: ["/dev/accel0"] * (there == "device"))
+  monkeypatch.setattr(distributed.importlib.metadata, "entry_points", lambda group: ["cuda"] * (there == "plugin"))
+  monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda _: None)
+  if there == "variable":
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+  assert distributed._only_cpu() == (not there)
+
+
 def test_a_gpu_that_jax_does_not_use_is_not_passed_over(monkeypatch):
   from jax._src import hardware_utils
   monkeypatch.setattr(hardware_utils, "has_visible_nvidia_gpu", lambda: True)
@@ -210,7 +226,7 @@ def test_a_gpu_that_jax_does_not_use_is_not_passed_over(monkeypatch):
   before = jax.config.jax_platforms
   jax.config.update("jax_platforms", None)
   try:
-    with pytest.raises(StartError, match=r"an NVIDIA GPU.*fgd-jax\[cuda\].*JAX_PLATFORMS=cpu"):
+    with pytest.raises(StartError, match=r"an NVIDIA GPU.*pip install '.\[cuda\]'.*JAX_PLATFORMS=cpu"):
       distributed.refuse_silent_cpu()
   finally:
     jax.config.update("jax_platforms", before)
@@ -297,7 +313,7 @@ def saved_state(workdir, rounds):
 
 
 def test_two_processes_give_the_run_of_one_also_when_preempted_and_resumed_by_one(tmp_path, x64):
-  """SIGTERM to one process: both save the same round and end. Two go on from it, and so does one; all as one whole run.
+  """Ctrl-C to one process, as SIGTERM: both save the same round and end. Two go on, and so does one; all as one whole run.
 
   float64; the order in which two processes add up is the only difference.
   """
@@ -310,7 +326,7 @@ def test_two_processes_give_the_run_of_one_also_when_preempted_and_resumed_by_on
   while time.time() < until and not (os.path.exists(f"{two}/metrics.jsonl") and os.path.getsize(f"{two}/metrics.jsonl")):
     assert pair[0].poll() is None and pair[1].poll() is None, end(pair[0])[1] + end(pair[1])[1]
     time.sleep(0.05)
-  pair[1].send_signal(signal.SIGTERM)
+  pair[1].send_signal(signal.SIGINT)
   for code, errors in map(end, pair):
     assert code == 128 + signal.SIGTERM and "Told to stop (SIGTERM) after round" in errors, errors
   (at,) = os.listdir(f"{two}/checkpoints")

@@ -67,7 +67,7 @@ def commands(text):
     if line.endswith("<<'END_OF_FILE'"):
       name = shlex.split(line)[2]
       files[name] = "\n".join(iter(lambda: next(lines), "END_OF_FILE")) + "\n"
-    elif line != "wait":
+    elif line != "wait" and not line.startswith("mkdir "):
       words = shlex.split(line.replace("> >(tee", ">>"))
       found.append(words[:words.index(">>")] if ">>" in words else words)
   return found, files
@@ -164,6 +164,16 @@ def test_what_is_executed_is_what_a_dry_run_prints(name, options, tools, tmp_pat
       assert f.read() == text
     if path.startswith("runs"):
       os.remove(os.path.join(ROOT, path))
+
+
+@pytest.mark.parametrize("name", ["local", "slurm"])
+def test_what_a_dry_run_prints_runs_as_a_script(name, tools, tmp_path):
+  """Also in a new folder: the redirections find their folder made."""
+  tools.make("env")
+  printed = launch(name, "--dry-run", f"--workdir={tmp_path}/run 1", environment=tools.environment).stdout
+  done = subprocess.run(["bash", "-e"], input=printed, capture_output=True, text=True, cwd=ROOT, env=tools.environment)
+  assert done.returncode == 0 and not done.stderr
+  assert len(os.listdir(tmp_path / "run 1" / "logs")) == (2 if name == "local" else 1)
 
 
 @pytest.mark.parametrize("slices", [1, 2])

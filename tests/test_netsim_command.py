@@ -160,7 +160,8 @@ def test_options_that_cannot_be(capsys, tmp_path, monkeypatch, more, says):
 @pytest.mark.parametrize("words, says", [
     ([], "required"), (["utilization", "--step-seconds=1", "--bandwidth=1Gbps"], "params is missing"),
     *((["utilization", "--step-seconds=1", "--bandwidth=1Gbps", f"--config={name}"], says) for name, says in (
-        ("nowhere.py", "No such file"), (".", "no Python file that runs"), ("text.py", "no Python file that runs"),
+        ("nowhere.py", "--config=nowhere.py does not exist; give a file such as"),
+        (".", "no Python file that runs"), ("text.py", "no Python file that runs"),
         ("keys.py", "KeyError"), ("none.py", "no ConfigDict"), ("empty.py", "no get_config"), ("binary", "no Python file"))),
     (["utilization", "--config=nowhere.py", "--workers=3", "--step-seconds=1", "--bandwidth=1Gbps"], "comes from the conf"),
     (["table", "nothing"], "invalid choice"), (["table", "fgd", "--seed=1"], "seed=1 has no effect on the table fgd"),

@@ -224,3 +224,24 @@ def test_command_writes_and_replaces_its_report(tmp_path):
   assert result["step_seconds"] == pytest.approx(0.5) and result["methods"][0]["tokens"] == ROUNDS * TOKENS
   seconds = 10 + 8 * 1.5 * 4 * parameters() / 1e9
   assert result["methods"][0]["simulated"]["1Gbps"]["round_seconds"] == pytest.approx(seconds)
+
+
+def test_decoupled_runs_are_named_once_and_not_simulated(tmp_path):
+  for seed in (1, 2):
+    write_run(tmp_path / f"d{seed}", "diloco", seed, words=f",steps={ROUNDS},decoupled.fragments={seed}")
+    os.makedirs(tmp_path / f"d{seed}" / "syncer")
+  result = command.make([str(tmp_path)], str(tmp_path / "report.html"), ["1Mbps"], 0.5)
+  assert result["notes"] == ["Decoupled runs are not simulated here."]
+  assert [row["method"] for row in result["methods"]] == [
+      f"decoupled, decoupled.fragments={seed}" for seed in (1, 2)]
+  assert all(row["simulated"] == {} for row in result["methods"])
+
+
+def test_a_number_of_workers_that_changed_is_shown(tmp_path):
+  events = [{"round": 3, "event": "workers", "before": 8, "now": 4}, {"round": 5, "event": "crash", "worker": 2},
+            {"round": 7, "event": "workers", "before": 4, "now": 3}]
+  write_run(tmp_path / "a", "diloco", 1, words=",workers=3", events=events)
+  write_run(tmp_path / "b", "diloco", 1, words=",workers=2")
+  result = command.make([str(tmp_path)], str(tmp_path / "report.html"), ["1Mbps"], 0.5)
+  assert [row["workers"] for row in result["methods"]] == ["8, then 4, then 3", 2]
+  assert (tmp_path / "report.html").read_text().count(">8, then 4, then 3<") == 2  # of methods, of runs

@@ -155,25 +155,39 @@ def test_other_config_in_the_folder_is_refused(finished):
     (["--config.modell.dim=3"], ["modell"]),
     (["--config.model.heads=3"], ["heads"]),
     (["--config.rounds=many"], ["rounds", "many"]),
-    (["--config=configs/nowhere.py"], ["configs/nowhere.py"]),
-    (["--config=configs/default.py:roundz=3"], ["roundz", "did you mean 'rounds'"]),
+    (["--config=configs/quickstat.py"], ["--config=configs/quickstat.py does not exist", "such as configs/quickstart.py"]),
+    (["--config=configs/default.py:roundz=3"], ["Unknown config key 'roundz'; did you mean 'rounds'"]),
+    (["--config=configs/default.py:metod=diloco"], ["Unknown config key 'metod'; did you mean 'method'?"]),
+    (["--config.round=30"], ["Unknown config key 'round'; did you mean 'rounds'?"]),
+    (["--config.method=diloco"], ["did you mean 'method.name'?"]),
+    (["--workdir="], ["--workdir is missing; give the folder"]),
 ])
 def test_bad_input_stops_at_start_with_a_sentence(options, words, tmp_path):
   done = run(str(tmp_path / "w"), *options)
   assert done.returncode != 0
   last = done.stderr.strip().splitlines()[-1]
   assert all(w in last for w in words), done.stderr
-  assert "Traceback" not in done.stderr
+  assert not any(w in done.stderr + done.stdout for w in ("Traceback", "ValueError", "\\'", "flags:"))
   assert not os.path.exists(tmp_path / "w" / "metrics.jsonl")
 
 
-def test_help_and_missing_workdir():
-  shown = subprocess.run([sys.executable, "-m", "fgd_jax.train", "--help"], cwd=ROOT, env=environment(),
-                         capture_output=True, text=True, timeout=300)
-  assert "--config" in shown.stdout and "--workdir" in shown.stdout
-  done = subprocess.run([sys.executable, "-m", "fgd_jax.train", "--config=configs/quickstart.py"], cwd=ROOT,
-                        env=environment(), capture_output=True, text=True, timeout=300)
-  assert done.returncode != 0 and "--workdir=DIR is needed" in done.stdout + done.stderr
+def test_refused_data_leave_nothing_behind(tmp_path):
+  with pytest.raises(FileNotFoundError, match="/nowhere/at/all"):
+    trainer.train(get_config(TINY + ",data.source=text,data.path=/nowhere/at/all"), str(tmp_path / "runs" / "w"))
+  assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("module, words", [
+    ("train", "--config is missing; usage: "), ("aot", "--config and --topology are missing"),
+    ("data.tokenize", "--input and --output and --seq_len are missing")])
+def test_help_is_no_failure_and_what_is_missing_is_named(module, words):
+  start = lambda *options: subprocess.run([sys.executable, "-m", f"fgd_jax.{module}", *options], cwd=ROOT, env=environment(),
+                                          capture_output=True, text=True, timeout=300)
+  shown = start("--help")
+  assert shown.returncode == 0 and words.split()[0] in shown.stdout and "(required)" in shown.stdout and not shown.stderr
+  done = start()
+  assert done.returncode == 2 and not done.stdout
+  assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
 
 
 def test_folder_with_other_files_is_not_touched(tmp_path):
@@ -264,6 +278,57 @@ def test_gradient_accumulation_trains_alike(tmp_path, finished):
   _, summary = finished
   accumulated = trainer.train(get_config(TINY + ",accumulate=2"), str(tmp_path / "accumulated"))
   assert accumulated["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-4)
+
+
+def started_until(process, words):
+  """Reads stderr up to a line with these words."""
+  for line in process.stderr:
+    if words in line:
+      return
+  raise AssertionError(f"it ended without {words!r}")
+
+
+def test_ctrl_c_ends_at_once_before_the_rounds_and_then_saves(tmp_path):
+  """Before the rounds it leaves a folder that takes any config; in a round it saves it; and says what comes next."""
+  workdir = str(tmp_path / "w")
+  options = ["--config.rounds=30000", "--config.measure_every=0", "--config.eval_every=0", "--config.checkpoint_every=0"]
+  start = lambda: subprocess.Popen(command(workdir, *options), cwd=ROOT, env=environment(), stderr=subprocess.PIPE,
+                                   text=True)
+  process = start()
+  started_until(process, "Compiling")
+  process.send_signal(signal.SIGINT)
+  errors = process.communicate(timeout=60)[1]
+  assert process.returncode == 130 and "Traceback" not in errors
+  assert errors.endswith("Ended at once (Ctrl-C). There is no checkpoint, so the same command starts from the beginning.\n")
+
+  options[0] = "--config.rounds=29000"  # nothing was trained, so nothing is contradicted
+  process = start()
+  started_until(process, "29000 rounds")
+  until = time.time() + 300
+  while not (os.path.exists(f"{workdir}/metrics.jsonl") and os.path.getsize(f"{workdir}/metrics.jsonl")):
+    assert time.time() < until
+    time.sleep(0.01)
+  process.send_signal(signal.SIGINT)
+  errors = process.communicate(timeout=120)[1]
+  done = lines(workdir)[-1]["round"]
+  assert process.returncode == 130 and "Traceback" not in errors and "Ctrl-C again ends at once" in errors
+  assert os.listdir(f"{workdir}/checkpoints") == [str(done)]
+  assert f"Told to stop (Ctrl-C) after round {done}. The same command goes on from the checkpoint of round {done}." in errors
+  refused = run(workdir, "--config.rounds=28000", *options[1:])
+  assert refused.returncode == 2 and "rounds=28000 contradicts" in refused.stderr
+
+
+def test_a_second_ctrl_c_ends_a_round_that_hangs():
+  program = ("import time\nfrom fgd_jax import distributed\ndistributed.heed_signals(lambda: 'Words.')\n"
+             "distributed.preempted(0)\nprint('ready', flush=True)\n"
+             "time.sleep(600)\n")
+  process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True)
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(signal.SIGINT)
+  started_until(process, "Told to stop (Ctrl-C)")
+  process.send_signal(signal.SIGINT)
+  assert process.communicate(timeout=20)[1].endswith("Ended at once (Ctrl-C). Words.\n") and process.returncode == 130
 
 
 @pytest.mark.parametrize("method", ["GlobalM1LocalM2", "data_parallel"])

@@ -21,7 +21,7 @@ from fgd_jax.aot import table, targets
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, (
     f"Target (required): {targets.EXAMPLES}. TPU: generation ({', '.join(targets.TPUS)}) and chips along each axis of a "
-    "slice; GPU: devices of one host, or hosts x devices. TPUs need libtpu (pip install 'fgd-jax[aot]'), GPUs the wheels "
+    "slice; GPU: devices of one host, or hosts x devices. TPUs need libtpu (pip install '.[aot]'), GPUs the wheels "
     "jax-cuda12-plugin and jax-cuda12-pjrt; no device is needed."))
 _SLICES = flags.DEFINE_integer("slices", 1, "TPU slices of that shape, joined by the data-centre network.")
 _ROUND = flags.DEFINE_integer("round", 0, (
@@ -34,13 +34,13 @@ _XLA = flags.DEFINE_multi_string("xla", [], "XLA option KEY=VALUE, besides or in
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    raise app.UsageError(f"Unexpected argument {argv[1]!r}; all options start with --.")
+    configs.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
   config = flags.FLAGS.config
   options = {}
   for word in _XLA.value:
     key, equals, value = word.partition("=")
     if not equals:
-      raise app.UsageError(f"--xla={word} is not of the form KEY=VALUE.")
+      configs.refuse(f"--xla={word} is not of the form KEY=VALUE.")
     options[key] = value
   try:
     topology, slices = str(_TOPOLOGY.value), _SLICES.value

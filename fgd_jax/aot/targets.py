@@ -70,7 +70,7 @@ def refuse_missing(target: Target) -> None:
     TargetError: libtpu or the GPU plugin is missing.
   """
   if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-    raise TargetError(f"--topology={target.name} needs the TPU compiler libtpu; pip install 'fgd-jax[aot]'.")
+    raise TargetError(f"--topology={target.name} needs the TPU compiler libtpu; pip install '.[aot]'.")
   if target.platform == "gpu" and not any(_found(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
     raise TargetError(f"--topology={target.name} needs the GPU compiler, two wheels without their dependencies: pip install "
                       "--no-deps jax-cuda12-plugin jax-cuda12-pjrt, in the version of jaxlib.")

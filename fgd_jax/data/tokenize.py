@@ -6,6 +6,7 @@ python -m fgd_jax.data.tokenize --input=books --output=books_bpe --train_tokeniz
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,14 +14,17 @@ from collections.abc import Iterable, Iterator
 from absl import app, flags
 from tqdm import tqdm
 
+from fgd_jax import config as configs
 from fgd_jax.data import records, text
 
-_INPUT = flags.DEFINE_string("input", None, "Folder (or file) with .txt, .md, .py, .rst, .jsonl, .parquet.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Folder to write; it must not exist, or be empty.", required=True)
+_INPUT = flags.DEFINE_string(
+  "input", None, "Folder (or file) with .txt, .md, .py, .rst, .jsonl, .parquet (required).", required=True
+)
+_OUTPUT = flags.DEFINE_string("output", None, "Folder to write; it must not exist, or be empty (required).", required=True)
 _TOKENIZER = flags.DEFINE_string("tokenizer", "bytes", '"bytes", or the path of a Hugging Face tokenizer.json.')
 _TRAIN = flags.DEFINE_integer("train_tokenizer", None, "Train a byte-level BPE of this vocabulary on the input, and use it.")
 _SEQ_LEN = flags.DEFINE_integer(
-  "seq_len", None, "Predicted tokens a sequence; the config's seq_len must equal it.", required=True
+  "seq_len", None, "Predicted tokens a sequence; the config's seq_len must equal it (required).", required=True
 )
 _PATTERN = flags.DEFINE_string("pattern", None, f"Comma-separated globs of the files to read; default {text.PATTERN}.")
 _TEXT_FIELD = flags.DEFINE_string("text_field", "text", "The field of .jsonl and .parquet rows that holds the text.")
@@ -45,9 +49,9 @@ def _progress(documents: Iterable[text.Document], what: str, total: int | None) 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}; every option is a --flag=value")
+    configs.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
   if _TRAIN.value and flags.FLAGS["tokenizer"].present:
-    raise app.UsageError("--tokenizer and --train_tokenizer exclude each other; give one of them")
+    configs.refuse("--tokenizer and --train_tokenizer exclude each other; give one of them.")
   try:
     meta = records.write_folder(
       _INPUT.value,
@@ -75,4 +79,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(main, flags_parser=functools.partial(configs.parse_flags, usage=(
+    "python -m fgd_jax.data.tokenize --input=FOLDER --output=FOLDER --seq_len=N [--tokenizer=FILE | --train_tokenizer=N]")))

@@ -36,7 +36,7 @@ def _need_ray() -> None:
   try:
     import ray  # noqa: F401
   except ImportError as e:
-    raise ValueError("Decoupled learners run on Ray, which is not installed; pip install 'fgd-jax[decoupled]'.") from e
+    raise ValueError("Decoupled learners run on Ray, which is not installed; pip install '.[decoupled]'.") from e
 
 
 def _show(summary: dict[str, Any]) -> None:

@@ -62,6 +62,10 @@ def make(folders: list[str], out: str, bandwidths: list[str], step_seconds: floa
   if step_seconds is None and usable:
     notes.append("No run measured its speed, so nothing is simulated; give --step-seconds.")
   for group, pace in zip(compared, paces):
+    if group.label.startswith("decoupled"):
+      if (note := "Decoupled runs are not simulated here.") not in notes:
+        notes.append(note)
+      continue
     try:
       if step_seconds is not None:
         pace.update({bandwidth: hours.pace(group, bandwidth, step_seconds) for bandwidth in bandwidths})

@@ -55,7 +55,7 @@ def method_rows(groups: Sequence[Group], paces: Sequence[dict[str, Pace]]) -> li
     rounds = max(run.last("round") or 0 for run in group.averaged)
     rows.append({
         "method": group.label, "runs": len(group.averaged), "unfinished": len(group.runs) - len(group.averaged),
-        "workers": group.runs[0].config.get("workers"), "rounds": rounds, "tokens": over("tokens")[0],
+        "workers": group.averaged[0].workers, "rounds": rounds, "tokens": over("tokens")[0],
         "eval_loss": over("eval_loss")[0], "eval_loss_deviation": over("eval_loss")[1],
         "eval_loss_workers": over("eval_loss_workers")[0], "consensus_l2": over("consensus_l2")[0],
         "js_distance": over("js_distance")[0], "bytes_overlapped": over("bytes_overlapped")[0],
@@ -105,7 +105,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
         Cell(run.name, "text"), Cell(run.status, "text"), Cell(str(run.config.get("method.name")), "text"),
         Cell(str(run.config.get("seed"))), Cell(number(run.last("tokens"))), Cell(number(run.last("train_loss"))),
         Cell(number(run.last("eval_loss"))), Cell(number(speeds[len(speeds) // 2], 0) if speeds else "–"),
-        *[Cell("–" if run.config.get(k) is None else str(run.config[k]), "text") for k in keys]]))
+        *[Cell("–" if run.config.get(k) is None else str(run.workers if k == "workers" else run.config[k]), "text")
+          for k in keys]]))
   return Table(columns, rows)
 
 

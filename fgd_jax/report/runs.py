@@ -34,6 +34,14 @@ class Run(NamedTuple):
     """The newest recorded value, None without any."""
     return next((r[key] for r in reversed(self.records) if r.get(key) is not None), None)
 
+  @property
+  def workers(self) -> int | str | None:
+    """How many; "4, then 3" where the number changed."""
+    changes = [e for e in self.events if e.get("event") == "workers"]
+    if not changes:
+      return self.config.get("workers")
+    return ", then ".join(str(n) for n in [changes[0].get("before"), *[e.get("now") for e in changes]])
+
 
 def find(folders: Sequence[str]) -> list[Run]:
   """The runs in `folders`, each a run's folder or one that has runs somewhere below it.
@@ -91,7 +99,8 @@ def read(folder: str, name: str) -> Run:
     problem = problem or f"{e}"
   decoupled = os.path.isdir(os.path.join(folder, "syncer"))
   if decoupled:  # a round in its records is a syncer step; there is no SPMD round to simulate
-    config = {**config, "method.name": f"decoupled/{config.get('decoupled.policy')}"}
+    policy = config.get("decoupled.policy")
+    config = {**config, "method.name": "decoupled" if policy == "decoupled" else f"decoupled/{policy}"}
   rounds = config.get("steps" if decoupled else "rounds")
   done = records[-1]["round"] if records else 0
   if problem is None and not records:
