@@ -108,7 +108,7 @@ def hours(args: argparse.Namespace, words: dict[str, str], done) -> str:
       total, utilisation = claims.seconds(w, f"{unit * factor}Mbps")
       curves = [claims.curve_at(done[w, s], total) for s in args.final]
       losses = [sum(c) / len(c) for c in zip(*(y for _, y in curves))]
-      axes.plot(curves[0][0], losses, "o-", ms=3, color=f"C{c % 10}", ls="-" if c < 10 else "--", label=name)
+      axes.plot(curves[0][0], losses, "o-" if c < 10 else "o--", ms=3, color=f"C{c % 10}", label=name)
       rows += [[label, name, utilisation, x, y] for x, y in zip(curves[0][0], losses)]
       table[name].append(f"{total / 3600:.2f} ({100 * utilisation:.0f} %)")
     axes.set_title(label, fontsize=9)

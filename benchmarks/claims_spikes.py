@@ -11,7 +11,9 @@ A *spike* is a round whose loss is above the least loss so far by more than `RIS
 curve (0.5: no better than chance) of log(distance / median of the five rounds before) as a sign that the loss rises by more
 than RISE / 2 within the next three rounds; the correlation of the distance's change in a round with the loss's change k
 rounds later, k = -3 to 3; and the lead, the median number of rounds from the first warning of at least 1.2 times the
-median, at most five rounds before it, to the spike. Writes spikes.csv, spikes.png. About 8 minutes on two idle cores;
+median, at most five rounds before it, to the spike. *Tracks* (added after a first look at the curves) is the correlation of
+log(distance / median of the five rounds before) with the loss minus its median of these rounds, in the same round. Writes
+spikes.csv (all rounds), spikes_summary.csv, spikes.png. About 8 minutes on two idle cores;
 --full (six seeds, rounds twice as many) about 45.
 """
 
@@ -112,6 +114,15 @@ def correlations(curves: list[dict[str, np.ndarray]], key: str) -> list[float]:
   return out
 
 
+def tracks(curves: list[dict[str, np.ndarray]], key: str) -> float:
+  """Correlation, in the same round, of what distance and loss are above their recent medians."""
+  x = np.concatenate([raised(c[key])[BACK:] for c in curves])
+  above = lambda loss: [loss[r] - np.median(loss[r - BACK:r]) for r in range(BACK, len(loss))]
+  y = np.concatenate([above(c["loss"]) for c in curves])
+  both = np.isfinite(x) & np.isfinite(y)
+  return float(np.corrcoef(x[both], y[both])[0, 1])
+
+
 def summary(curves: dict[tuple[str, int], dict[str, np.ndarray]], args: argparse.Namespace) -> str:
   """Writes spikes_summary.csv; returns its table."""
   rows = []
@@ -122,11 +133,11 @@ def summary(curves: dict[tuple[str, int], dict[str, np.ndarray]], args: argparse
       parts = [alarms(c, key) for c in chosen]
       leads = [k for c in chosen for k in lead(c, key)]
       lags = correlations(chosen, key)
-      row += [auc(np.concatenate([s for s, _ in parts]), np.concatenate([l for _, l in parts])),
+      row += [tracks(chosen, key), auc(np.concatenate([s for s, _ in parts]), np.concatenate([l for _, l in parts])),
               float(np.median(leads)) if leads else float("nan"), max(lags), int(np.argmax(lags)) - AHEAD]
     rows.append(row)
   head = ["runs", "spikes", *(f"{key} {what}" for key in ("JS", "L2")
-                              for what in ("AUC", "lead", "best correlation", "at lag"))]
+                              for what in ("tracks", "AUC", "lead", "best correlation", "at lag"))]
   claims.write_csv(os.path.join(args.out, "spikes_summary.csv"), head, rows)
   show = lambda x: "-" if isinstance(x, float) and x != x else f"{x:.2f}" if isinstance(x, float) else x
   return trials.markdown(head, [[show(cell) for cell in row] for row in rows])

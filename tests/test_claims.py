@@ -114,6 +114,19 @@ def test_correlation_finds_the_lag():
   assert np.argmax(lags) - c.AHEAD == 2 and lags[np.argmax(lags)] == pytest.approx(1)  # the loss follows two rounds later
 
 
+def test_tracking_is_of_the_same_round():
+  import claims_spikes as c
+
+  rng = np.random.default_rng(0)
+  loss = 3 + rng.normal(size=300)
+  above = np.array([loss[r] - np.median(loss[r - c.BACK:r]) for r in range(c.BACK, 300)])
+  distance = np.ones(300)  # log(distance / median of the rounds before) = `above`, by construction
+  for r in range(c.BACK, 300):
+    distance[r] = np.exp(above[r - c.BACK]) * np.median(distance[r - c.BACK:r])
+  assert c.tracks([{"js": distance, "loss": loss}], "js") == pytest.approx(1)
+  assert abs(c.tracks([{"js": np.roll(distance, 7), "loss": loss}], "js")) < 0.3
+
+
 @pytest.mark.parametrize("method, factor", [
     ("DiLoCo", 1), ("GlobalM1", 2), ("GlobalM1LocalM2", 1 + 3 / 7), ("LocalM1M2", 1.75), ("LocalM1", 2.75)])
 def test_the_bound_is_met_without_curvature(method, factor):
