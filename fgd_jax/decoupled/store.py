@@ -62,12 +62,14 @@ class Store:
         newest = facts
     starts = sum(line.get("event") == "started" for line in read_tape(self._tape))
     self._file.close()
-    cut_tape(self._tape, max(newest["version"].values()) if newest else 0, core.options.syncers)
+    lines = cut_tape(self._tape, max(newest["version"].values()) if newest else 0, core.options.syncers)
     self._file = open(self._tape, "a", encoding="utf-8")
     if newest is not None:
       core.recall(newest, theta, outer, starts, now)
     else:
       core.epoch = starts
+    for line in lines:
+      core.remember(line, now)
     core.note(now, f"syncer {core.index}", "started", f"at step {core.t}")
 
   def _path(self, p: int) -> str:
@@ -85,8 +87,8 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
       yield json.loads(text)
 
 
-def cut_tape(path: str, last: int, stride: int) -> None:
-  """Keeps whole lines: steps up to `last` (0: none), and events up to the step that is open then.
+def cut_tape(path: str, last: int, stride: int) -> list[dict[str, Any]]:
+  """Keeps whole lines, which it returns: steps up to `last` (0: none), and events up to the step that is open then.
 
   Args:
     stride: number of syncers: that many steps lie between two of one syncer.
@@ -95,3 +97,4 @@ def cut_tape(path: str, last: int, stride: int) -> None:
   with open(path + ".tmp", "w", encoding="utf-8") as f:
     f.writelines(json.dumps(line) + "\n" for line in kept)
   os.replace(path + ".tmp", path)
+  return kept
