@@ -153,8 +153,8 @@ class Run:
     """Until the last step.
 
     Raises:
-      ValueError: all learners have failed, too few have a place, or a syncer does not answer. NonFiniteError: the global parameters would not be
-        finite, or no learner gets far from them.
+      ValueError: all learners have failed, too few have a place, or a syncer does not answer. OSError: a disk is full.
+      NonFiniteError: the global parameters would not be finite, or no learner gets far from them.
     """
     while self.step < self.options.steps or self._lines:
       self.tick()
@@ -181,9 +181,9 @@ class Run:
         raise ValueError(f"The {watched.name} has died and did not start again within {cluster.START_SECONDS:.0f} s "
                          f"({watched.down[1]}); the same command continues from the last checkpoint in {self.workdir}.")
       if (waited := watched.waited()) and 0 < self.config.limits.stall < waited:
-        raise ValueError(f"The {watched.name} has not answered for {waited:.0f} s (limits.stall="
-                         f"{self.config.limits.stall:g}); look whether its process {watched.last.get('pid', '')} is paused, and end it. The same command "
-                         f"continues from the last checkpoint in {self.workdir}.")
+        raise ValueError(f"The {watched.name} (process {watched.last.get('pid')}) has not answered for {waited:.0f} s; "
+                         f"limits.stall={self.config.limits.stall:g}. Look whether it is paused; the same command continues "
+                         f"from the last checkpoint in {self.workdir}.")
     for watched in self._watched_learners:
       before = watched.last.get("failure")
       status = watched.look(self.note)

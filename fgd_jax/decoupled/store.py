@@ -18,6 +18,7 @@ from fgd_jax.decoupled.syncer import SyncerCore, Tree
 
 PyTree = Any
 TAPE = "tape.jsonl"
+STEP_KEYS = {"step", "fragment", "time", "contributions", "checksum", "slots", "shards"}  # without which there is no replay
 
 
 class Store:
@@ -77,14 +78,26 @@ class Store:
 
 
 def read_tape(path: str) -> Iterator[dict[str, Any]]:
-  """The lines of a tape; a torn last one (the process was killed) is left out."""
+  """The lines of a tape; a torn last one (the process was killed) is left out.
+
+  Raises:
+    ValueError: another line is neither a step nor an event; it names file and line.
+  """
   if not os.path.exists(path):
     return
-  with open(path, encoding="utf-8") as f:
-    for text in f:
+  with open(path, encoding="utf-8", errors="replace") as f:
+    for number, text in enumerate(f, 1):
       if not text.endswith("\n"):
         return
-      yield json.loads(text)
+      try:
+        line = json.loads(text)
+        whole = STEP_KEYS <= line.keys() if "step" in line else {"event", "syncer_step"} <= line.keys()
+      except (ValueError, TypeError, AttributeError):
+        whole = False
+      if not whole:
+        raise ValueError(f"{path} is damaged in line {number}; restore the file, or move it away: the run continues without "
+                         "it, and cannot be replayed.")
+      yield line
 
 
 def cut_tape(path: str, last: int, stride: int) -> list[dict[str, Any]]:

@@ -351,7 +351,7 @@ class SyncerCore:
         "tokens": self.trained * self.options.batch_tokens, "quorum_seconds": closed.quorum_seconds,
         "grace_seconds": closed.grace_seconds, "sync_seconds": sync_seconds, "outer_gradient_norm": norm,
         "bytes_received": sum(c.nbytes for c in closed.contributions), "slots": self._slots(closed),
-        "shards": self.options.shards}
+        "bound": self.options.learners, "shards": self.options.shards}
     self._open(t + self.options.syncers)
     for c in rest:
       self._in[c.learner], self._came[c.learner] = c, now
