@@ -102,7 +102,7 @@ def test_a_cut_tape_keeps_the_events_of_the_open_step_of_each_syncer(tmp_path):
   assert path.read_text().endswith("\n")
 
 
-@pytest.mark.parametrize("line", [b'{"step": 3, "fragm', b"\xff\xfe\0\0", b'{"step": 999}', b"5", b'{"other": 1}', b"[]", b""])
+@pytest.mark.parametrize("line", [b'{"step": 3, "frag', b"\xff\xfe\0\0", b'{"step": 999}', b"5", b'{"a": 1}', b"[]", b""])
 def test_a_damaged_tape_is_named_with_its_line(tmp_path, line):
   path = tmp_path / TAPE
   path.write_bytes(b'{"event": "joined", "syncer_step": 1}\n' + line + b"\n")
@@ -198,7 +198,8 @@ def test_a_syncer_whose_disk_is_full_says_so_and_merges_nothing_more(syncer, act
   syncer.store.append = full
   offer_all(syncer)
   until(lambda: syncer.disk)
-  assert syncer.news(0, 0)["disk"].endswith("syncer/0 cannot be written ([Errno 28] No space left on device); make room there.")
+  told = syncer.news(0, 0)["disk"]
+  assert told.endswith("syncer/0 cannot be written ([Errno 28] No space left on device); make room there.")
   syncer.join(1, syncer.keys)  # whatever is still asked
   assert actors.exits == [] and syncer.failure is None and syncer.news(0, 0)["records"] == []
 
@@ -250,16 +251,17 @@ def test_a_learner_joins_all_syncers_as_the_first_one_counts(actors, monkeypatch
   heard = []
 
   def answering(life, cut):
-    def join(number, keys, life_so_far):
-      heard.append((number, life_so_far))
+    def join(number, keys, life_so_far, least):
+      heard.append((number, life_so_far, least))
       return {"life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
     return SimpleNamespace(join=SimpleNamespace(remote=join))
 
   monkeypatch.setattr(actors.ray, "get", lambda x, timeout=None: x)
   learner = object.__new__(actors.Learner)
   learner.config, learner.number, learner.syncers = get_config(TINY), 2, [answering(4, 8), answering(3, 9)]
+  learner.resumes = 4
   learner.cut_done, learner.cut_number, learner.cut_state = threading.Condition(), 9, {"arrays": "of the life before"}
-  assert learner._join() == (4, 5, {}) and heard == [(2, None), (2, 4)]
+  assert learner._join() == (4, 5, {}) and heard == [(2, None, 4), (2, 4, 4)]
   assert (learner.cut_number, learner.cut_state) == (9, None)
 
 
@@ -437,7 +439,7 @@ def test_no_thread_waits_for_a_paused_syncer_when_the_run_closes(quiet, monkeypa
     made._closing = len(waits.append(timeout) or waits) > 2
     raise run.ray.exceptions.GetTimeoutError
 
-  waits, made._closing = [], False
+  waits, made._closing, made._evaluate = [], False, None
   monkeypatch.setattr(run.ray, "get", get)
   made.syncers = [SimpleNamespace(parameters=SimpleNamespace(remote=lambda: None))]
   assert made.evaluate() == {} and waits == [run.SLICE_SECONDS] * 3
