@@ -28,7 +28,7 @@ from fgd_jax.decoupled.options import check, make_options, refuse_other_run
 from fgd_jax.decoupled.programs import Programs, make_model
 from fgd_jax.decoupled.resuming import resume, settle, still_holds
 from fgd_jax.decoupled.shown import Dashboard, metrics
-from fgd_jax.decoupled.store import TAPE, read_tape
+from fgd_jax.decoupled.store import TAPE, checkpoints, read_tape
 from fgd_jax.decoupled.watched import TICK_SECONDS, Watched
 from fgd_jax.folder import claimed, read_json, read_summary, write_config, write_json
 from fgd_jax.quarantine import NonFiniteError
@@ -78,6 +78,7 @@ class Run:
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
     cluster.check_room(config, self.options, ray.cluster_resources())
+    cluster.record_address(self.workdir, address)
     tapes = [os.path.join(self.workdir, "syncer", str(s), TAPE) for s in range(self.options.syncers)]
     old = [sum("event" in line for line in read_tape(tape)) for tape in tapes]  # events that events.jsonl has
     self.syncers = cluster.start_syncers(config, self.options, corpus.vocab_size, self.workdir)
@@ -99,9 +100,8 @@ class Run:
     self._pool = ThreadPoolExecutor(2, thread_name_prefix="evaluate or save")
     self._saving: Future | None = None
     self._closing = False
-    expected = (self.options.steps + self.options.fragments) * self.options.interval * self.options.batch_tokens
     done = lines[-1]["tokens"] if lines else 0
-    self.log = RunLog(self.workdir, start, (done, max(done, expected * self.options.learners)), own_events=False)
+    self.log = RunLog(self.workdir, start, (self.step, max(self.step, self.options.steps)), own_events=False, counts="step")
     self._board = Dashboard()
     self._tokens = done
     self._loss = lines[-1]["train_loss"] if lines else math.log(corpus.vocab_size)
@@ -345,6 +345,7 @@ class Run:
       except ray.exceptions.RayActorError:
         pass
     ray.shutdown()
+    cluster.forget_address(self.workdir)
     self._events.close()
 
   def note(self, actor: str, event: str, cause: str) -> None:
@@ -380,7 +381,8 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
         run.loop()
       except KeyboardInterrupt:
         logging.info("Interrupted at step %d; saving a checkpoint ...", run.step)
-        logging.info("The checkpoint of step %d is saved.", run.finish())
+        if step := run.finish():
+          logging.info("The checkpoint of step %d is saved.", step)
         raise
       run.finish()
       return summarise(run)
@@ -389,7 +391,7 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
 
 
 def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
-  """The summary of a run that is finished; None for a new one, and for one that is to be continued.
+  """The summary of a run that is finished; None for one that is new, to be continued, or ended before its first step.
 
   Raises:
     ValueError: a damaged run, another kind of run, or one whose config contradicts this one.
@@ -399,6 +401,8 @@ def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     return None
   if not os.path.isdir(os.path.join(workdir, "syncer")):
     raise ValueError(f"--workdir={workdir} holds a run of fgd_jax.train; choose another folder.")
+  if not checkpoints(workdir) and not read_lines(os.path.join(workdir, "metrics.jsonl")):
+    return None  # it may have been refused for its config, which is not to bind another one
   refuse_other_run(config, read_json(path), f"the run in {workdir}")
   summary = read_summary(workdir)
   return summary if summary is not None and summary.get("steps", 0) >= config.steps else None
@@ -409,7 +413,10 @@ def summarise(run: Run) -> dict[str, Any]:
   last = read_lines(os.path.join(run.workdir, "metrics.jsonl"))[-1]
   if "eval_loss" not in last:  # as after a resume with fewer steps than were done
     last |= run.evaluate()
+  tapes = [read_tape(os.path.join(run.workdir, "syncer", str(s), TAPE)) for s in range(run.options.syncers)]
+  trained = {c["learner"] for tape in tapes for line in tape for c in line.get("contributions", [])}
   summary = {"steps": run.step, "rounds": run.step, "method": run.options.policy, "learners": run.options.learners,
+             "learners_trained": len(trained), "learners_joined": sum(m >= run.options.shards for m in trained),
              **{k: last[k] for k in ("eval_loss", "eval_perplexity", "train_loss", "tokens")},
              "parameters": run.parameters, "unigram_loss": run.unigram, "jax": jax.__version__, "ray": ray.__version__}
   write_json(os.path.join(run.workdir, "summary.json"), summary)

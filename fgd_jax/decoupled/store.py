@@ -77,6 +77,12 @@ class Store:
     return os.path.join(self.folder, f"fragment_{p}.npz")
 
 
+def checkpoints(workdir: str) -> list[int]:
+  """The steps of which a run's folder has a checkpoint."""
+  folder = os.path.join(workdir, "checkpoints")
+  return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
+
+
 def read_tape(path: str) -> Iterator[dict[str, Any]]:
   """The lines of a tape; a torn last one (the process was killed) is left out.
 
