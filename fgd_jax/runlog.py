@@ -49,7 +49,7 @@ class RunLog:
     self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=resumed + 1)
     self._times: collections.deque[float] = collections.deque(maxlen=6)
     self._shown_eval: str | None = None
-    self._bar = tqdm(total=tokens[1], initial=tokens[0], unit=unit, unit_scale=True, dynamic_ncols=True,
+    self._bar = tqdm(total=tokens[1], initial=tokens[0], unit=unit, unit_scale=counts == "token", dynamic_ncols=True,
                      mininterval=0.5 if sys.stderr.isatty() else 10, file=sys.stderr)
 
   def speed(self, tokens: int) -> float | None:
