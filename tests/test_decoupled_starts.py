@@ -18,7 +18,7 @@ from fgd_jax.runlog import RunLog
 
 run = pytest.importorskip("fgd_jax.decoupled.run", reason="needs ray")
 from fgd_jax.decoupled import __main__ as command  # noqa: E402
-from fgd_jax.decoupled import cluster, joining  # noqa: E402
+from fgd_jax.decoupled import address, cluster, joining  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -87,22 +87,21 @@ def test_a_join_goes_to_the_cluster_of_its_own_run(tmp_path, monkeypatch):
   asked = []
   monkeypatch.setattr(cluster, "connect", lambda address, *rest: asked.append(address))
   os.makedirs(tmp_path / "syncer")
-  monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
-  for given, known in ((None, "10.0.0.1:6379"), ("auto", "10.0.0.1:6379"), ("ray://head:10001", "ray://head:10001")):
-    cluster.record_address(str(tmp_path), given)
-    joining._connect(str(tmp_path), None, 1, "x")
-    assert asked.pop() == known
+  monkeypatch.setenv("RAY_AUTH_MODE", "token")  # as Ray sets it in the process of the run where it finds a token
+  address.record(str(tmp_path), "10.0.0.1:6379")
+  monkeypatch.delenv("RAY_AUTH_MODE")
+  joining._connect(str(tmp_path), None, 1, "x")
   joining._connect(str(tmp_path), "other:1", 1, "x")
-  assert asked == ["other:1"]
-  cluster.forget_address(str(tmp_path))
+  address.authenticate(str(tmp_path))
+  assert asked == ["10.0.0.1:6379", "other:1"] and os.environ.pop("RAY_AUTH_MODE") == "token"
+  address.forget(str(tmp_path))
   with pytest.raises(ValueError, match="--join=1 needs a run"):
     joining._connect(str(tmp_path), None, 1, "x")
 
 
-def test_a_join_to_a_run_that_was_killed_names_it(tmp_path, monkeypatch):
+def test_a_join_to_a_run_that_was_killed_names_it(tmp_path):
   os.makedirs(tmp_path / "syncer")
-  monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
-  cluster.record_address(str(tmp_path), None)
+  address.record(str(tmp_path), "127.0.0.1:1")
   with pytest.raises(ValueError, match="--join=2: the Ray cluster 127.0.0.1:1 of the run .* was the run killed"):
     joining._connect(str(tmp_path), None, 2, "x")
 

@@ -26,6 +26,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax  # noqa: E402  (after the environment)
 
 from fgd_jax import config as configs  # noqa: E402
+from fgd_jax.decoupled.address import authenticate  # noqa: E402
 from fgd_jax.decoupled.options import POLICIES, environment  # noqa: E402
 from fgd_jax.quarantine import NonFiniteError  # noqa: E402
 from fgd_jax.runlog import show_own_logs  # noqa: E402
@@ -86,6 +87,8 @@ def main(argv: list[str]) -> None:
       from fgd_jax.decoupled.replay import replay
       _show(replay(config, workdir))
       return
+    if count is not None and flags.FLAGS["ray-address"].value is None:
+      authenticate(workdir)
     _need_ray()
     from fgd_jax.decoupled import joining, run
     if count is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -20,7 +19,6 @@ from fgd_jax.decoupled.options import Options, environment, resources
 
 CONNECT_SECONDS = 30.0
 START_SECONDS = 180.0
-ADDRESS = os.path.join("syncer", "cluster.json")
 # `ray.init` has no time limit where something answers that is not Ray, and cannot be interrupted in this process.
 PROBE = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
@@ -53,28 +51,6 @@ def connect(address: str | None, processes: int, namespace: str) -> None:
     reason = str(e).strip().splitlines()[0]
     raise ValueError(f"--ray-address={address} cannot be joined ({reason}); start Ray with `ray start --head` first, or "
                      "leave the flag out for a local one.") from e
-
-
-def record_address(workdir: str, address: str | None) -> None:
-  """Notes in a run's folder in which cluster it goes on, for `--join`. `address`: as given to `connect`."""
-  known = address if address and "://" in address else ray.get_runtime_context().gcs_address
-  with open(os.path.join(workdir, ADDRESS), "w", encoding="utf-8") as f:
-    json.dump({"address": known}, f)
-
-
-def recorded_address(workdir: str) -> str | None:
-  """The cluster in which the run in this folder goes on, None where it has ended or is not here."""
-  try:
-    with open(os.path.join(workdir, ADDRESS), encoding="utf-8") as f:
-      return str(json.load(f)["address"])
-  except (OSError, ValueError, KeyError, TypeError):
-    return None
-
-
-def forget_address(workdir: str) -> None:
-  """The run in this folder has ended."""
-  if os.path.exists(path := os.path.join(workdir, ADDRESS)):
-    os.remove(path)
 
 
 def _probe(address: str) -> None:

@@ -11,6 +11,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from fgd_jax import config as configs
+from fgd_jax.decoupled import address as addresses
 from fgd_jax.decoupled import cluster
 from fgd_jax.decoupled.options import LEARNER_KEYS, check, fingerprint
 from fgd_jax.decoupled.run import namespace_of
@@ -43,7 +44,7 @@ def _connect(workdir: str, address: str | None, count: int, namespace: str) -> N
   if address is not None:
     cluster.connect(address, 0, namespace)
     return
-  if (known := cluster.recorded_address(workdir)) is None:
+  if (known := addresses.recall(workdir)) is None:
     raise ValueError(f"--join={count} needs a run that goes on in a Ray cluster, and none goes on in --workdir={workdir} on "
                      "this machine; start it first, or give the --ray-address=HOST:PORT of its cluster.")
   try:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from fgd_jax import config as configs
 from fgd_jax import data, models
+from fgd_jax.decoupled import address as addresses
 from fgd_jax.decoupled import cluster
 from fgd_jax.decoupled.cuts import Cuts
 from fgd_jax.decoupled.options import check, make_options, refuse_other_run
@@ -78,7 +79,8 @@ class Run:
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
     cluster.check_room(config, self.options, ray.cluster_resources())
-    cluster.record_address(self.workdir, address)
+    known = address if address and "://" in address else ray.get_runtime_context().gcs_address
+    addresses.record(self.workdir, known)
     tapes = [os.path.join(self.workdir, "syncer", str(s), TAPE) for s in range(self.options.syncers)]
     old = [sum("event" in line for line in read_tape(tape)) for tape in tapes]  # events that events.jsonl has
     self.syncers = cluster.start_syncers(config, self.options, corpus.vocab_size, self.workdir)
@@ -345,7 +347,7 @@ class Run:
       except ray.exceptions.RayActorError:
         pass
     ray.shutdown()
-    cluster.forget_address(self.workdir)
+    addresses.forget(self.workdir)
     self._events.close()
 
   def note(self, actor: str, event: str, cause: str) -> None:
