@@ -53,24 +53,34 @@ def resume(config: ConfigDict, workdir: str, model: models.Model, programs: Prog
     parts, states, shards = cuts.restore([(c.theta, c.outer) for c in cores], like)
   finally:
     cuts.close()
+  lives = put_back(folder, parts, states, step)
+  logging.info("Resuming at step %d of %d, with the states of %d learners.", step, options.steps, len(states))
+  return Resumed(states, lives, shards, step)
+
+
+def put_back(folder: str, parts: list[dict[str, Any]], states: Mapping[int, dict[str, Any]], step: int) -> dict[int, int]:
+  """Makes the syncers' folders what they were at a checkpoint; returns the lives, and settles what learners had under way.
+
+  Args:
+    folder: of all syncers. parts, states: what the checkpoint has of syncers and learners. step: its step.
+  """
   settle(states, parts)
   lives: dict[int, int] = {}
-  for s, (core, part) in enumerate(zip(cores, parts)):
+  for s, part in enumerate(parts):
     last = max(part["facts"]["version"].values())
-    lines = cut_tape(os.path.join(folder, str(s), TAPE), last, options.syncers)
+    lines = cut_tape(os.path.join(folder, str(s), TAPE), last, len(parts))
     store = Store(os.path.join(folder, str(s)))
-    for p in core.owned:
-      store.save(p, part["theta"][p], part["outer"][p], part["facts"])
+    for p, theta in part["theta"].items():
+      store.save(p, theta, part["outer"][p], part["facts"])
     for m, state in states.items():
       now = {k: state["facts"][k] for k in ("learner", "life", "ops_from", "ops")}
       store.append({"time": time.time(), "actor": f"learner {m}", "event": "saved", "cause": f"checkpoint of step {step}",
-                    "syncer_step": last + options.syncers, **now})
+                    "syncer_step": last + len(parts), **now})
     counted = [(int(m), member["life"]) for m, member in part["facts"]["members"].items()]
     counted += [(x["learner"], x["life"]) for x in lines if "life" in x]  # after the checkpoint, in the step that was open
     for m, life in counted:
       lives[m] = max(lives.get(m, 0), life)
-  logging.info("Resuming at step %d of %d, with the states of %d learners.", step, options.steps, len(states))
-  return Resumed(states, lives, shards, step)
+  return lives
 
 
 def settle(states: Mapping[int, dict[str, Any]], parts: list[dict[str, Any]]) -> None:
