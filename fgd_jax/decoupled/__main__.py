@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import sys
 from typing import Any
 
@@ -102,6 +103,9 @@ def main(argv: list[str]) -> None:
     if os.environ.get("FGD_JAX_TRACEBACK"):
       raise
     logging.error("%s", _sentence(e, workdir))
+    if isinstance(e, OSError) and os.path.isdir(workdir) and shutil.disk_usage(workdir).free < 2**20:
+      logging.flush()
+      os._exit(2)  # else writers of other libraries print a traceback each, since they cannot flush
     raise SystemExit(2) from e
   except KeyboardInterrupt as e:
     from fgd_jax.decoupled.store import checkpoints

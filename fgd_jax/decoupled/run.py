@@ -338,7 +338,10 @@ class Run:
     """Ends all actors and files."""
     self._closing = True
     self._board.close()
-    self.log.close()
+    try:
+      self.log.close()
+    except OSError as e:  # a full disk: processes are to end all the same
+      logging.error("%s", e)
     self._pool.shutdown(wait=True)
     self.cuts.close()
     for actor in [*self.learners, *self.syncers]:
