@@ -29,16 +29,18 @@ def show_own_logs() -> None:
 
 
 class RunLog:
-  """Writes one line a round and shows progress in tokens.
+  """Writes one line a round and shows progress in tokens, or in steps.
 
   Args:
     workdir: the run's folder.
     resumed: rounds already done; later lines of an earlier attempt are cut.
-    tokens: (done, total), over all workers.
+    tokens: (done, total), over all workers; with counts="step" of the steps that are records here.
     own_events: events.jsonl is written by `events` alone, and later lines are cut there, too.
+    counts: "token" or "step", of which there is one a record.
   """
 
-  def __init__(self, workdir: str, resumed: int, tokens: tuple[int, int], own_events: bool = True):
+  def __init__(self, workdir: str, resumed: int, tokens: tuple[int, int], own_events: bool = True, counts: str = "token"):
+    self._counts, unit = {"token": ("tokens", "tok"), "step": ("round", "step")}[counts]
     path, self._events = os.path.join(workdir, "metrics.jsonl"), os.path.join(workdir, "events.jsonl")
     cut_lines(path, resumed)
     if own_events:
@@ -47,7 +49,7 @@ class RunLog:
     self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=resumed + 1)
     self._times: collections.deque[float] = collections.deque(maxlen=6)
     self._shown_eval: str | None = None
-    self._bar = tqdm(total=tokens[1], initial=tokens[0], unit="tok", unit_scale=True, dynamic_ncols=True,
+    self._bar = tqdm(total=tokens[1], initial=tokens[0], unit=unit, unit_scale=counts == "token", dynamic_ncols=True,
                      mininterval=0.5 if sys.stderr.isatty() else 10, file=sys.stderr)
 
   def speed(self, tokens: int) -> float | None:
@@ -64,13 +66,14 @@ class RunLog:
       if isinstance(value, (int, float)) and key != "round":
         self._board.add_scalar(key, value, record["round"])
     loss = record["train_loss"]
-    shown = {"round": record["round"], "loss": "-" if loss is None else f"{loss:.3f}"}
+    shown = {"round": record["round"]} if self._counts == "tokens" else {}
+    shown["loss"] = "-" if loss is None else f"{loss:.3f}"
     if "eval_loss" in record:
       self._shown_eval = f"{record['eval_loss']:.3f}"
     if self._shown_eval:
       shown["held-out"] = self._shown_eval
     self._bar.set_postfix(shown, refresh=False)
-    self._bar.update(record["tokens"] - self._bar.n)
+    self._bar.update(record[self._counts] - self._bar.n)
 
   def events(self, events: list[dict[str, Any]]) -> None:
     """Appends to events.jsonl, one line an event; each has the `round` in which it happened, counted from 1."""

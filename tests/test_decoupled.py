@@ -331,9 +331,9 @@ def test_a_syncer_that_is_killed_continues_from_its_last_step(x64, tmp_path):
         facts = core.facts()
         store.save(record["fragment"], core.theta[record["fragment"]], core.outer[record["fragment"]], facts)
     if kill:
-      store.append({"step": core.t, "fragment": 0})  # the tape may be one line ahead
+      store.append({**cluster.records[-1], "step": core.t})  # the tape may be one line ahead
       fresh = SyncerCore(o, cluster.merger, {}, cluster.params)
-      store.append({"event": "started"})
+      store.append({"event": "started", "syncer_step": core.t})
       store.load(fresh, cluster.now)
       assert fresh.epoch == 1 and fresh.t == core.t and fresh.version == core.version
       assert [x["step"] for x in read_tape(str(tmp_path / "1" / "tape.jsonl")) if "step" in x] == [

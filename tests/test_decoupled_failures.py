@@ -16,7 +16,7 @@ from decoupled_helpers import Cluster, contribution, options, zeros
 from fgd_jax.checkpoint import ConfigMismatchError
 from fgd_jax.config import flat
 from fgd_jax.decoupled.options import check, fingerprint, refuse_mismatch, refuse_other_run
-from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
+from fgd_jax.decoupled.store import STEP_KEYS, TAPE, Store, cut_tape, read_tape
 from fgd_jax.decoupled.syncer import RESEEDS, Contribution, SyncerCore
 from fgd_jax.default_config import get_config
 from fgd_jax.quarantine import NonFiniteError
@@ -95,11 +95,20 @@ def test_one_that_diverges_among_others_does_not_end_the_run(x64):
 def test_a_cut_tape_keeps_the_events_of_the_open_step_of_each_syncer(tmp_path):
   path = tmp_path / TAPE
   steps, events = [1, 3, 5], [1, 3, 5, 7]
-  lines = [{"step": t} for t in steps] + [{"event": "joined", "syncer_step": t} for t in events]
+  lines = [{**dict.fromkeys(STEP_KEYS), "step": t} for t in steps] + [{"event": "joined", "syncer_step": t} for t in events]
   path.write_text("".join(json.dumps(x) + "\n" for x in lines) + '{"step": 7, "frag')
   cut_tape(str(path), 3, 2)  # two syncers: after step 3 this one has step 5 open
   assert list(read_tape(str(path))) == [x for x in lines if x.get("step", 0) <= 3 and x.get("syncer_step", 0) <= 5]
   assert path.read_text().endswith("\n")
+
+
+@pytest.mark.parametrize("line", [b'{"step": 3, "frag', b"\xff\xfe\0\0", b'{"step": 999}', b"5", b'{"a": 1}', b"[]", b""])
+def test_a_damaged_tape_is_named_with_its_line(tmp_path, line):
+  path = tmp_path / TAPE
+  path.write_bytes(b'{"event": "joined", "syncer_step": 1}\n' + line + b"\n")
+  for read in (lambda: list(read_tape(str(path))), lambda: cut_tape(str(path), 1, 1)):
+    with pytest.raises(ValueError, match="tape.jsonl is damaged in line 2; restore"):
+      read()
 
 
 def test_a_syncer_that_was_killed_in_its_first_line_starts_again(x64, tmp_path):
@@ -183,13 +192,25 @@ def test_merges_on_arrival_stop_at_the_last_step(syncer):
   assert offer_all(syncer) == ["over"] * 3 and syncer.news(0, 0)["failure"] is None
 
 
-def test_a_syncer_whose_disk_is_full_ends_its_process(syncer, actors):
+def test_a_syncer_whose_disk_is_full_says_so_and_merges_nothing_more(syncer, actors):
   def full(line):
     raise OSError(28, "No space left on device")
   syncer.store.append = full
   offer_all(syncer)
+  until(lambda: syncer.disk)
+  told = syncer.news(0, 0)["disk"]
+  assert told.endswith("syncer/0 cannot be written ([Errno 28] No space left on device); make room there.")
+  syncer.join(1, syncer.keys)  # whatever is still asked
+  assert actors.exits == [] and syncer.failure is None and syncer.news(0, 0)["records"] == []
+
+
+def test_a_syncer_that_meets_another_error_ends_its_process(syncer, actors):
+  def broken(line):
+    raise MemoryError
+  syncer.store.append = broken
+  offer_all(syncer)
   until(lambda: actors.exits)
-  assert actors.exits == [1] and syncer.failure is None
+  assert actors.exits == [1] and syncer.failure is None and syncer.disk is None
 
 
 def test_a_syncer_that_would_not_be_finite_says_so(syncer, actors):
@@ -230,16 +251,17 @@ def test_a_learner_joins_all_syncers_as_the_first_one_counts(actors, monkeypatch
   heard = []
 
   def answering(life, cut):
-    def join(number, keys, life_so_far):
-      heard.append((number, life_so_far))
+    def join(number, keys, life_so_far, least):
+      heard.append((number, life_so_far, least))
       return {"life": life_so_far or life, "n": 5, "cut": cut, "fragments": {}}
     return SimpleNamespace(join=SimpleNamespace(remote=join))
 
   monkeypatch.setattr(actors.ray, "get", lambda x, timeout=None: x)
   learner = object.__new__(actors.Learner)
   learner.config, learner.number, learner.syncers = get_config(TINY), 2, [answering(4, 8), answering(3, 9)]
+  learner.resumes = 4
   learner.cut_done, learner.cut_number, learner.cut_state = threading.Condition(), 9, {"arrays": "of the life before"}
-  assert learner._join() == (4, 5, {}) and heard == [(2, None), (2, 4)]
+  assert learner._join() == (4, 5, {}) and heard == [(2, None, 4), (2, 4, 4)]
   assert (learner.cut_number, learner.cut_state) == (9, None)
 
 
@@ -376,6 +398,51 @@ def test_a_syncer_that_does_not_start_again_ends_the_run(quiet):
   made._watched_syncers[0].down = time.monotonic() - run.cluster.START_SECONDS - 1, "No space left on device"
   with pytest.raises(ValueError, match="syncer 0 has died .*No space left on device.*the same command continues"):
     made.tick()
+
+
+def test_a_syncer_that_does_not_answer_is_noted_and_ends_the_run_after_limits_stall(quiet, monkeypatch):
+  run, made = quiet
+  made.step, made.note, notes = 0, lambda *words: notes.append(words[:2]), []
+  made.config = get_config("limits.stall=60")
+  watched, ready = made._watched_syncers[0], []
+  news = {"failure": None, "disk": None, "events": [], "records": [], "pid": 17}
+  watched._again, watched._ask, made._known = 0.0, lambda handle: "call", [[0, 0]]
+  monkeypatch.setattr(run.ray, "wait", lambda calls, timeout: (list(ready), calls))
+  monkeypatch.setattr(run.ray, "get", lambda call: news)
+  made.tick()
+  assert notes == []
+  watched._asked -= made.options.silent_after
+  made.tick()
+  made.tick()
+  assert notes == [("syncer 0", "silent")]
+  ready.append("call")
+  made.tick()
+  assert notes == [("syncer 0", "silent"), ("syncer 0", "back")] and watched.waited() == 0
+  ready.clear()
+  watched._again = 0.0
+  made.tick()
+  watched._asked -= 61
+  with pytest.raises(ValueError, match="syncer 0 .process 17. has not answered for 6. s; limits.stall=60.*same command"):
+    made.tick()
+  made.config = get_config("limits.stall=0")  # for ever
+  made.tick()
+  news["disk"], made.workdir = "folder/syncer/0 cannot be written.", "folder"
+  ready.append("call")
+  with pytest.raises(OSError, match="cannot be written. The same command continues from the last checkpoint in folder"):
+    made.tick()
+
+
+def test_no_thread_waits_for_a_paused_syncer_when_the_run_closes(quiet, monkeypatch):
+  run, made = quiet
+
+  def get(calls, timeout):
+    made._closing = len(waits.append(timeout) or waits) > 2
+    raise run.ray.exceptions.GetTimeoutError
+
+  waits, made._closing, made._evaluate = [], False, None
+  monkeypatch.setattr(run.ray, "get", get)
+  made.syncers = [SimpleNamespace(parameters=SimpleNamespace(remote=lambda: None))]
+  assert made.evaluate() == {} and waits == [run.SLICE_SECONDS] * 3
 
 
 def test_tokens_of_two_syncers_do_not_fall(quiet, monkeypatch):

@@ -24,9 +24,11 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from fgd_jax import data
+from fgd_jax.decoupled.healing import Inbox
 from fgd_jax.decoupled.learner import Arrived, LearnerCore, Opened, Reseed
 from fgd_jax.decoupled.merging import Merger
 from fgd_jax.decoupled.options import fingerprint, make_options, refuse_mismatch
+from fgd_jax.decoupled.processes import end_process, use_compilation_cache
 from fgd_jax.decoupled.programs import Programs, make_model, make_programs
 from fgd_jax.decoupled.store import TAPE, Store, read_tape
 from fgd_jax.decoupled.syncer import Contribution, SyncerCore
@@ -50,20 +52,6 @@ class Taped(NamedTuple):
 
   syncer: int
   operations: int
-
-
-def use_compilation_cache(workdir: str) -> None:
-  """Lets processes that start again find what was compiled, where the run's folder is within reach."""
-  if os.path.isdir(workdir):
-    jax.config.update("jax_compilation_cache_dir", os.path.join(workdir, "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def end_process() -> None:
-  """Ends this process after an error that a new start may mend; Ray starts the actor again, and the run notes it."""
-  logging.error("%s", traceback.format_exc())
-  logging.flush()
-  os._exit(1)
 
 
 class Syncer:
@@ -93,6 +81,7 @@ class Syncer:
     self.cut_state: dict[str, Any] = {}
     self.stopped = False
     self.failure: str | None = None
+    self.disk: str | None = None  # why nothing more can be written
     self._write_events()
     self._warm()
     threading.Thread(target=self._work, name="merge", daemon=True).start()
@@ -110,13 +99,19 @@ class Syncer:
       self._merge_steps()
     except NonFiniteError as e:  # a new start would compute the same
       self.failure = str(e)
-    except Exception:  # a full disk, no memory: without this thread the run would hang
+    except OSError as e:  # a full disk, on which a new start could not write either
+      self._full(e)
+    except Exception:  # no memory: without this thread the run would hang
       end_process()
+
+  def _full(self, e: OSError) -> None:
+    logging.error("%s", traceback.format_exc())
+    self.disk = self.disk or f"{self.folder} cannot be written ({e}); make room there."
 
   def _merge_steps(self) -> None:
     """Closes, merges and commits steps; the computation is outside the lock, so that polls are answered meanwhile."""
     writing = 0.0
-    while not self.stopped:
+    while not (self.stopped or self.disk):
       with self.lock:
         ready, wake = self.core.due(CLOCK())
         self._write_events()
@@ -139,17 +134,20 @@ class Syncer:
         self.lock.notify_all()
 
   def _write_events(self) -> None:
-    for event in self.core.events:
-      self.store.append(event)
-      self.events.append(event)
+    try:
+      for event in [] if self.disk else self.core.events:
+        self.store.append(event)
+        self.events.append(event)
+    except OSError as e:
+      self._full(e)
     self.core.events.clear()
 
   # --- learners ------------------------------------------------------------------------------------------------------
 
-  def join(self, learner: int, keys: Mapping[str, Any], life: int | None = None) -> dict[str, Any]:
+  def join(self, learner: int, keys: Mapping[str, Any], life: int | None = None, least: int = 1) -> dict[str, Any]:
     """A learner begins; see `SyncerCore.join`. Returns its life, inner step and all fragments."""
     with self.lock:
-      life, n = self.core.join(learner, keys, CLOCK(), life)
+      life, n = self.core.join(learner, keys, CLOCK(), life, least)
       self._write_events()
       return {"life": life, "n": n, "cut": self.cut_number,
               "fragments": {p: (t, [ref]) for p, (t, ref) in self.refs.items()}}
@@ -204,7 +202,7 @@ class Syncer:
   def news(self, steps: int, events: int) -> dict[str, Any]:
     """Records after the first `steps` of this syncer, events after the first `events`, and why it cannot go on, if so."""
     with self.lock:
-      return {"records": self.records[steps:], "events": self.events[events:], "pid": os.getpid(),
+      return {"records": self.records[steps:], "events": self.events[events:], "pid": os.getpid(), "disk": self.disk,
               "failure": self.failure or self.core.failure}
 
   def invite(self, keys: Mapping[str, Any], token: str, **request: Any) -> None:
@@ -215,10 +213,9 @@ class Syncer:
         self.core.note(CLOCK(), "run", "invited", f"--join={request['count']}", token=token, **request)
         self._write_events()
 
-  def facts(self) -> dict[str, Any]:
-    """See `SyncerCore.facts`."""
-    with self.lock:
-      return self.core.facts()
+  def started(self) -> int:
+    """How often it has been started before; a part of a checkpoint says the same."""
+    return self.core.epoch
 
   def parameters(self) -> dict[int, Any]:
     """All fragments, {p: (version, [reference])}."""
@@ -235,7 +232,8 @@ class Syncer:
     if number <= self.cut_number:
       return
     core, self.cut_number = self.core, number
-    self.cut_state = {"facts": core.facts(), "theta": {p: dict(x) for p, x in core.theta.items()}, "outer": dict(core.outer)}
+    self.cut_state = {"facts": core.facts(), "epoch": core.epoch, "theta": {p: dict(x) for p, x in core.theta.items()},
+                      "outer": dict(core.outer)}
     self.lock.notify_all()
 
   def stop(self) -> None:
@@ -262,7 +260,7 @@ class Learner:
     self.resumes, self.given = resumes, queue.Queue(1)  # type: int, queue.Queue[Any]
     self.options = make_options(config, shards)
     self.pace = self.options.pace
-    self.inbox: queue.Queue[Any] = queue.Queue()
+    self.inbox = Inbox(len(self.syncers))
     self.outboxes = [ThreadPoolExecutor(1, thread_name_prefix=f"send {s}") for s in range(len(self.syncers))]
     self.core: LearnerCore | None = None
     self.stopped = False
@@ -270,7 +268,7 @@ class Learner:
     self.cut_number, self.cut_done = 0, threading.Condition()
     self.cut_state: dict[str, Any] | None = None
     self.loss, self.step_seconds, self.transfer, self.answers = float("nan"), 0.0, 0.0, {}  # type: float, float, float, dict
-    self.poisoned = self.heals = False
+    self.poisoned = False
     threading.Thread(target=self._live, name="train", daemon=True).start()
 
   # --- training ------------------------------------------------------------------------------------------------------
@@ -295,17 +293,10 @@ class Learner:
   def _life(self, programs: Programs, train: Any) -> None:
     """From joining to the end, or until the syncer says that this life is over."""
     life, n, fragments = self._join()
-    saved = None
-    if life == self.resumes:
-      try:
-        saved = self.given.get(timeout=CALL_SECONDS)
-      except queue.Empty:
-        logging.warning("The checkpoint's state did not arrive; starting from the global parameters.")
-    core = LearnerCore(programs, self.number, life, n, fragments, saved)
+    core = LearnerCore(programs, self.number, life, n, fragments, self._given(life))
     batches = data.worker_batches(train, core.learner, self.options.shards, self.config.batch_size, self.config.seed)
     core.warm(batches[core.n])
-    self.inbox, self.over, self.heals = queue.Queue(), threading.Event(), False
-    self.parts: dict[int, Any] = {}
+    self.inbox, self.over = Inbox(len(self.syncers)), threading.Event()
     self.have = [{p: t for p, t in core.version.items() if self.options.syncer_of(p) == s} for s in range(len(self.syncers))]
     self.core = core
     for s in range(len(self.syncers)):
@@ -327,7 +318,7 @@ class Learner:
       loss = core.step(batches[core.n])
       if pending is not None:
         self.loss = float(pending)  # one step behind, so that the device always has work
-        if not np.isfinite(self.loss) and not self.heals:
+        if not np.isfinite(self.loss) and not self.inbox.healing:
           core.sick = True
       pending = loss
       due = max(due + self.pace, time.monotonic() - self.pace)  # makes up for one late step, not for a pause
@@ -335,6 +326,17 @@ class Learner:
         time.sleep(due - time.monotonic())
       seconds = time.monotonic() - began
       self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
+
+  def _given(self, life: int) -> dict[str, Any] | None:
+    """The checkpoint's state, for this process's first life; one that Ray has started again is not given it."""
+    if self.core is not None or not self.resumes:
+      return None
+    try:  # another life than was to be: the answer to a first attempt to join was lost, or Ray has started this again
+      return self.given.get(timeout=CALL_SECONDS if life == self.resumes else POLL_SECONDS)
+    except queue.Empty:
+      if life == self.resumes:
+        logging.warning("The checkpoint's state did not arrive; starting from the global parameters.")
+      return None
 
   def _offer(self, core: LearnerCore) -> None:
     for c in core.offers():
@@ -355,7 +357,7 @@ class Learner:
           else:
             core.receive(message)
           if isinstance(message, Reseed):
-            self.heals, self.loss, healed = False, float("nan"), True
+            self.inbox.healing, self.loss, healed = False, float("nan"), True
         block = False
     except queue.Empty:
       return healed
@@ -377,7 +379,7 @@ class Learner:
       while True:
         try:
           life = None if first is None else first[0]
-          reply: Any = ray.get(syncer.join.remote(self.number, keys, life), timeout=CALL_SECONDS)
+          reply: Any = ray.get(syncer.join.remote(self.number, keys, life, max(1, self.resumes)), timeout=CALL_SECONDS)
           fragments |= {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply["fragments"].items()}
           break
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError):
@@ -403,7 +405,7 @@ class Learner:
     while not (self.stopped or over.is_set()):
       report = {"learner": core.learner, "life": core.life, "n": core.n, "step_seconds": self.step_seconds,
                 "transfer": self.transfer, "loss": self.loss, "have": self.have[s], "opened": opened, "cut": cut,
-                "sick": (core.sick or bool(self.parts)) and s not in self.parts and not self.heals}
+                "sick": inbox.wants(s, core)}
       try:
         reply: Any = ray.get(self.syncers[s].poll.remote(report), timeout=CALL_SECONDS)
         fragments = {p: (t, ray.get(ref)) for p, (t, (ref,)) in reply.get("fragments", reply.get("reseed", {})).items()}
@@ -416,26 +418,18 @@ class Learner:
         time.sleep(RETRY_SECONDS)
       if reply.get("cut", 0) > cut:
         cut = reply["cut"]
-        inbox.put([Cut(cut)])
+        inbox.mark(Cut(cut))
       if "reseed" in reply:
-        self._heal(s, core, fragments)
+        core.sick = True
+        self.have[s] = {p: t for p, (t, _) in fragments.items()}
+        inbox.heal(s, fragments)
         opened = None
       elif "fragments" in reply:
         taped, opened = reply["taped"], reply["opened"]
         arrived = [Arrived(p, t, x, taped) for p, (t, x) in sorted(fragments.items(), key=lambda item: item[1][0])]
         # Together: who has a fragment without word of the next step would contribute to the old one again.
-        inbox.put([*arrived, Taped(s, taped), *([] if opened is None else [Opened(s, *opened)])])
+        inbox.put(s, [*arrived, Taped(s, taped), *([] if opened is None else [Opened(s, *opened)])])
         self.have[s] = self.have[s] | {p: t for p, (t, _) in fragments.items()}
-
-  def _heal(self, s: int, core: LearnerCore, fragments: dict[int, Any]) -> None:
-    """Collects what all syncers send for a re-seed; it is one message when it is complete."""
-    core.sick = True
-    self.parts[s] = fragments
-    self.have[s] = {p: t for p, (t, _) in fragments.items()}
-    if len(self.parts) == len(self.syncers):
-      whole = {p: x for part in self.parts.values() for p, x in part.items()}
-      self.heals, self.parts = True, {}
-      self.inbox.put([Reseed(whole)])
 
   def _send(self, c: Contribution, core: LearnerCore, cut: int, s: int) -> None:
     try:

@@ -10,6 +10,7 @@ learners send them again.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,13 @@ def _like(numbered: Mapping[str, Any], tree: PyTree) -> PyTree:
   """The tree of which `_numbered` made this; `tree` has its structure."""
   treedef: Any = jax.tree.structure(tree)
   return jax.tree.unflatten(treedef, [np.asarray(numbered[f"{i:06d}"]) for i in range(treedef.num_leaves)])
+
+
+def _silence_readers() -> None:
+  """Keeps reads that were under way when one of them failed from printing a traceback each when they end."""
+  before = sys.excepthook
+  late = lambda e: isinstance(e, RuntimeError) and str(e) == "Event loop is closed"
+  sys.excepthook = lambda kind, e, trace: None if late(e) else before(kind, e, trace)
 
 
 class Cuts:
@@ -94,6 +102,7 @@ class Cuts:
     except ConfigMismatchError:
       raise
     except Exception as e:  # orbax and tensorstore raise what they please for damaged files
+      _silence_readers()
       reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
       raise ValueError(f"The checkpoint {self._manager.directory}/{step} cannot be read ({reason}). Move it away to resume "
                        "from the one before, or choose another --workdir.") from e

@@ -145,7 +145,8 @@ class LearnerCore:
       before = self.channels
       self._begin(message.fragments)
       for s, c in before.items():  # what it knows of the syncers stays
-        self.channels[s] = dataclasses.replace(c, due=self.channels[s].due, answered=None)
+        # The step that was open may be part of what has come; the syncer says anew which one is.
+        self.channels[s] = dataclasses.replace(c, due=self.channels[s].due, answered=None, open=None, called=False)
       self.sick = False
       self._did("reseed", {str(p): t for p, t in self.version.items()})
     elif message.t > self.version[message.p]:
@@ -191,7 +192,7 @@ class LearnerCore:
     t, full = channel.open, self.n >= channel.due
     p = 0 if self.options.on_arrival else self.options.fragment(t)
     payload = self.offer(p, t)
-    seq = self._did("offer", t)
+    seq = self._sent[p].seq
     channel.answered, channel.due = t, self.n + channel.interval
     since = max(channel.taped, self.ops_from)
     return Contribution(self.learner, self.life, t, self.n, seq, self.steps[p], self.tokens[p], full, float("nan"), since,
@@ -200,7 +201,7 @@ class LearnerCore:
 
   def offer(self, p: int, t: int) -> Tree:
     """The payload of a contribution to step t, which also moves the error feedback."""
-    self._sent[p] = Sent(t, self.n, self.errors[p], self.ops_from + len(self.ops))
+    self._sent[p] = Sent(t, self.n, self.errors[p], self._did("offer", t))
     payload, self.errors[p] = self.programs.delta(p, self.w, self.anchors[p], self.errors[p], np.int32(self.learner),
                                                   np.int32(self.n))
     return payload

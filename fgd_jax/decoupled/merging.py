@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,12 @@ class Merger:
     self._params = params
     self.step = jax.jit(self._step)
     self._decode = jax.jit(self._decoded, static_argnums=0)
+
+  def bound(self, learners: int) -> Merger:
+    """The merger of a run with so many learners, which some aggregators scale by."""
+    if learners == self.options.learners:
+      return self
+    return Merger(dataclasses.replace(self.options, learners=learners), self._params, self.seed)
 
   def start(self, params: PyTree, p: int) -> tuple[Tree, PyTree]:
     """Fragment p of the initial parameters, in float32 at least, and the state of its outer optimizer."""

@@ -40,6 +40,7 @@ class Replay:
 
   def __init__(self, programs: Programs, merger: Merger, params: PyTree, batches: Any, lines: list[dict[str, Any]]):
     self._programs, self._merger, self._batches = programs, merger, batches
+    self._mergers: dict[int, Merger] = {}  # by the number of learners that a step was bound to
     self._ops: dict[tuple[int, int], dict[int, list[Any]]] = {}
     self._steps: dict[int, dict[str, Any]] = {}
     for line in lines:
@@ -75,7 +76,11 @@ class Replay:
     payloads = [self._merger.decode(p, self._contribution(c)) for c in line["contributions"]]
     stack = self._merger.stack(payloads, line["slots"])
     weights = self._merger.weights(weights_of(line["contributions"]), stack)
-    theta, self._outer[p], _ = jax.device_get(self._merger.step(self.theta[p], self._outer[p], stack, weights, np.int32(t)))
+    learners = line.get("bound", self._merger.options.learners)
+    if learners not in self._mergers:
+      self._mergers[learners] = self._merger.bound(learners)
+    theta, self._outer[p], _ = jax.device_get(
+        self._mergers[learners].step(self.theta[p], self._outer[p], stack, weights, np.int32(t)))
     self.theta[p] = theta
     self._sent[p, t] = self._merger.outgoing(p, theta)
     self.compared.append((t, checksum(theta) == line["checksum"]))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -24,16 +22,15 @@ from tqdm import tqdm
 
 from fgd_jax import config as configs
 from fgd_jax import data, models
+from fgd_jax.decoupled import address as addresses
 from fgd_jax.decoupled import cluster
 from fgd_jax.decoupled.cuts import Cuts
-from fgd_jax.decoupled.learner import LearnerCore
-from fgd_jax.decoupled.merging import Merger
-from fgd_jax.decoupled.options import Options, check, make_options, refuse_other_run
+from fgd_jax.decoupled.options import check, make_options, refuse_other_run
 from fgd_jax.decoupled.programs import Programs, make_model
-from fgd_jax.decoupled.store import TAPE, Store, cut_tape, read_tape
-from fgd_jax.decoupled.syncer import SyncerCore
+from fgd_jax.decoupled.resuming import resume, settle, still_holds
+from fgd_jax.decoupled.shown import Dashboard, metrics
+from fgd_jax.decoupled.store import TAPE, checkpoints, read_tape
 from fgd_jax.decoupled.watched import TICK_SECONDS, Watched
-from fgd_jax.export import first_params
 from fgd_jax.folder import claimed, read_json, read_summary, write_config, write_json
 from fgd_jax.quarantine import NonFiniteError
 from fgd_jax.runlog import RunLog, read_lines
@@ -41,6 +38,14 @@ from fgd_jax.runlog import RunLog, read_lines
 PyTree = Any
 EVENTS = "events.jsonl"
 CUT_SECONDS = 30.0  # that a learner may take to its next boundary before a checkpoint goes without it
+SLICE_SECONDS = 1.0  # after which a thread that waits looks whether the run closes
+
+
+class CutLostError(Exception):
+  """A checkpoint whose parts do not belong together."""
+
+
+UNSAVED = (CutLostError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError)  # by which one fails
 
 
 def namespace_of(workdir: str) -> str:
@@ -66,8 +71,7 @@ class Run:
     self.vocab_size, self.parameters, self.unigram = corpus.vocab_size, models.count_params(shapes), corpus.unigram_loss
     self._programs = Programs(make_options(config), shapes, model.loss, configs.make_inner_optimizer(config))
     self._evaluate = jax.jit(lambda w: jnp.mean(jax.lax.map(lambda b: model.loss(w, {"tokens": b}, None), heldout)))
-    self._lives: dict[int, int] = {}  # of learners that were, at their end
-    saved, shards, start = self._restore(model)
+    saved, self._lives, shards, start = resume(config, self.workdir, model, self._programs)
     self.options = make_options(config, shards)
     self.cuts = Cuts(os.path.join(self.workdir, "checkpoints"), config.checkpoint_keep, config, self.options.shards)
     os.makedirs(os.path.join(self.workdir, "syncer"), exist_ok=True)  # first: by it `recognise` knows a decoupled run
@@ -75,6 +79,8 @@ class Run:
     self._events = open(os.path.join(self.workdir, EVENTS), "a", encoding="utf-8")
     cluster.connect(address, self.options.learners + self.options.syncers + 4, namespace_of(workdir))
     cluster.check_room(config, self.options, ray.cluster_resources())
+    known = address if address and "://" in address else ray.get_runtime_context().gcs_address
+    addresses.record(self.workdir, known)
     tapes = [os.path.join(self.workdir, "syncer", str(s), TAPE) for s in range(self.options.syncers)]
     old = [sum("event" in line for line in read_tape(tape)) for tape in tapes]  # events that events.jsonl has
     self.syncers = cluster.start_syncers(config, self.options, corpus.vocab_size, self.workdir)
@@ -96,50 +102,13 @@ class Run:
     self._pool = ThreadPoolExecutor(2, thread_name_prefix="evaluate or save")
     self._saving: Future | None = None
     self._closing = False
-    expected = (self.options.steps + self.options.fragments) * self.options.interval * self.options.batch_tokens
     done = lines[-1]["tokens"] if lines else 0
-    self.log = RunLog(self.workdir, start, (done, max(done, expected * self.options.learners)), own_events=False)
+    self.log = RunLog(self.workdir, start, (self.step, max(self.step, self.options.steps)), own_events=False, counts="step")
     self._board = Dashboard()
     self._tokens = done
     self._loss = lines[-1]["train_loss"] if lines else math.log(corpus.vocab_size)
 
-  # --- start ---------------------------------------------------------------------------------------------------------
-
-  def _restore(self, model: models.Model) -> tuple[dict[int, dict[str, Any]], int | None, int]:
-    """Puts the newest checkpoint back where syncers look for their state; what learners need of it, shards, step."""
-    folder, options = os.path.join(self.workdir, "syncer"), self._programs.options
-    cuts = Cuts(os.path.join(self.workdir, "checkpoints"), self.config.checkpoint_keep, self.config, options.shards)
-    step = cuts.latest()
-    if step is None:
-      for old in glob.glob(os.path.join(glob.escape(folder), "*")):  # of an attempt that ended before its first checkpoint
-        shutil.rmtree(old, ignore_errors=True)
-      cuts.close()
-      return {}, None, 0
-    merger = Merger(options, self._programs.params, self.config.seed)
-    params = first_params(self.config, model)
-    cores = [SyncerCore(options, merger, {}, params, s) for s in range(options.syncers)]
-    whole = {p: (0, x) for core in cores for p, x in core.theta.items()}
-    like = LearnerCore(self._programs, 0, 1, 0, whole).snapshot(0)["arrays"]
-    syncers, learners, shards = cuts.restore([(c.theta, c.outer) for c in cores], like)
-    cuts.close()
-    for m, state in learners.items():
-      merged = [part["facts"]["members"].get(str(m), {}).get("taped", 0) for part in syncers]
-      state["facts"].setdefault("merged", merged)  # a state that no learner has continued since keeps what it had
-    for part in syncers:
-      for m, member in part["facts"]["members"].items():
-        self._lives[int(m)] = max(self._lives.get(int(m), 0), member["life"])
-    for s, core in enumerate(cores):
-      last = max(syncers[s]["facts"]["version"].values())
-      cut_tape(os.path.join(folder, str(s), TAPE), last, options.syncers)
-      store = Store(os.path.join(folder, str(s)))
-      for p in core.owned:
-        store.save(p, syncers[s]["theta"][p], syncers[s]["outer"][p], syncers[s]["facts"])
-      for m, state in learners.items():
-        now = {k: state["facts"][k] for k in ("learner", "life", "ops_from", "ops")}
-        store.append({"time": time.time(), "actor": f"learner {m}", "event": "saved", "cause": f"checkpoint of step {step}",
-                      "syncer_step": last + options.syncers, **now})
-    logging.info("Resuming at step %d of %d, with the states of %d learners.", step, options.steps, len(learners))
-    return learners, shards, step
+  # --- learners ------------------------------------------------------------------------------------------------------
 
   def add_learner(self, number: int | None = None, config: ConfigDict | None = None, platforms: str | None = None,
                   name: str | None = None) -> Any:
@@ -186,8 +155,8 @@ class Run:
     """Until the last step.
 
     Raises:
-      ValueError: all learners have failed, or too few have a place. NonFiniteError: the global parameters would not be
-        finite, or no learner gets far from them.
+      ValueError: all learners have failed, too few have a place, or a syncer does not answer. OSError: a disk is full.
+      NonFiniteError: the global parameters would not be finite, or no learner gets far from them.
     """
     while self.step < self.options.steps or self._lines:
       self.tick()
@@ -196,7 +165,9 @@ class Run:
   def tick(self) -> None:
     """Looks once at every actor, writes what is new, evaluates and saves where that is due."""
     for s, watched in enumerate(self._watched_syncers):
-      if (news := watched.look(self.note)) is not None:
+      if (news := watched.look(self.note, self.options.silent_after)) is not None:
+        if news["disk"]:
+          raise OSError(f"{news['disk']} The same command continues from the last checkpoint in {self.workdir}.")
         if news["failure"]:
           raise NonFiniteError(news["failure"])
         for event in news["events"]:
@@ -211,6 +182,10 @@ class Run:
       if watched.down is not None and time.monotonic() - watched.down[0] > cluster.START_SECONDS:
         raise ValueError(f"The {watched.name} has died and did not start again within {cluster.START_SECONDS:.0f} s "
                          f"({watched.down[1]}); the same command continues from the last checkpoint in {self.workdir}.")
+      if (waited := watched.waited()) and 0 < self.config.limits.stall < waited:
+        raise ValueError(f"The {watched.name} (process {watched.last.get('pid')}) has not answered for {waited:.0f} s; "
+                         f"limits.stall={self.config.limits.stall:g}. Look whether it is paused; the same command continues "
+                         f"from the last checkpoint in {self.workdir}.")
     for watched in self._watched_learners:
       before = watched.last.get("failure")
       status = watched.look(self.note)
@@ -259,7 +234,7 @@ class Run:
         return
       try:
         self._saving.result()
-      except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as e:
+      except UNSAVED as e:
         self.note("run", "not_saved", "no checkpoint: " + " ".join(str(e).split())[:200])
     self._saving = self._pool.submit(self.save)
 
@@ -269,8 +244,8 @@ class Run:
   def global_parameters(self) -> PyTree:
     """The global parameters now: a patchwork of fragments, each as last merged."""
     found: dict[int, Any] = {}
-    for part in ray.get([s.parameters.remote() for s in self.syncers]):
-      found |= {p: ray.get(ref) for p, (_, (ref,)) in part.items()}
+    for part in self._answers([s.parameters.remote() for s in self.syncers], cluster.START_SECONDS):
+      found |= {p: self._answers(ref, cluster.START_SECONDS) for p, (_, (ref,)) in part.items()}
     return self._programs.assemble(found)
 
   def evaluate(self) -> dict[str, float]:
@@ -279,9 +254,19 @@ class Run:
       try:
         loss = float(self._evaluate(self.global_parameters()))
         return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
-      except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):  # a syncer that starts again
-        time.sleep(0.5)
+      except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
+        time.sleep(0.5)  # a syncer that starts again, or is paused
     return {}
+
+  def _answers(self, calls: Any, seconds: float) -> Any:
+    """What actors answer within so many seconds; raises GetTimeoutError then, and soon where the run closes."""
+    end = time.monotonic() + seconds
+    while True:
+      try:
+        return ray.get(calls, timeout=max(0.0, min(SLICE_SECONDS, end - time.monotonic())))
+      except ray.exceptions.GetTimeoutError:
+        if self._closing or time.monotonic() >= end:
+          raise
 
   # --- checkpoints and the end ---------------------------------------------------------------------------------------
 
@@ -290,9 +275,10 @@ class Run:
 
     Raises:
       NonFiniteError: the global parameters are not finite; earlier checkpoints stay.
+      CutLostError, RayActorError, GetTimeoutError: a syncer died or did not answer; another try may succeed.
     """
     number = int(time.time() * 1000)  # grows over restarts, too
-    syncers = ray.get([s.cut.remote(number) for s in self.syncers], timeout=cluster.START_SECONDS)
+    syncers = self._answers([s.cut.remote(number) for s in self.syncers], cluster.START_SECONDS)
     for part in syncers:
       for p, fragment in part["theta"].items():
         if not all(np.isfinite(x).all() for x in fragment.values()):
@@ -300,19 +286,25 @@ class Run:
                                "lower inner.lr or decoupled.outer_lr in a new --workdir.")
     placed = [w for w in self._watched_learners if w.last]  # who waits for a place cannot answer
     calls = [(w, w.handle.snapshot.remote(number, CUT_SECONDS)) for w in placed]
-    learners = dict(self._unused)
+    self._unused = {m: x for m, x in self._unused.items() if still_holds(m, self._lives.get(m, 0), syncers)}
+    learners = {}
     for watched, call in calls:
       try:
-        state = ray.get(call, timeout=CUT_SECONDS + 5)
+        state = self._answers(call, CUT_SECONDS + 5)
       except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         state = None
       if state is not None:
-        self._unused.pop(state["facts"]["learner"], None)
-      elif watched.last.get("started"):
-        self.note(watched.name, "not_saved",
-                  "it gave no state for the checkpoint; a resumed run starts it from the global parameters")
-      if state is not None:
         learners[state["facts"]["learner"]] = state
+      elif watched.last.get("started"):
+        kept = watched.last["learner"] in self._unused
+        self.note(watched.name, "not_saved", "it gave no state for the checkpoint; a resumed run starts it from "
+                  + ("its state in the one before, of which nothing was merged since" if kept else "the global parameters"))
+    now = self._answers([s.started.remote() for s in self.syncers], cluster.START_SECONDS)
+    if now != [part["epoch"] for part in syncers]:  # learners may have what a syncer has merged after its part
+      raise CutLostError("a syncer was started again after it had given its part")
+    settle(learners, syncers)
+    self._unused = {m: x for m, x in self._unused.items() if m not in learners}
+    learners = {**self._unused, **learners}
     step = max(t for part in syncers for t in part["facts"]["version"].values())
     if step == 0:  # nothing was merged yet: a new start is the same
       return step
@@ -325,15 +317,18 @@ class Run:
     Raises:
       ValueError: a syncer did not answer for START_SECONDS.
     """
-    if self._saving is not None:
-      wait([self._saving])
     end = time.monotonic() + cluster.START_SECONDS
+    for watched in self._watched_syncers:
+      if watched.waited() > TICK_SECONDS * 10:
+        logging.warning("The %s does not answer; it is waited for, up to %.0f s.", watched.name, cluster.START_SECONDS)
+    if self._saving is not None:
+      wait([self._saving], cluster.START_SECONDS)
     while True:
       try:
         step = self.save()
         self.cuts.wait()
         return step
-      except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as e:  # a syncer that starts again
+      except UNSAVED as e:  # a syncer that starts again
         if time.monotonic() > end:
           raise ValueError("The last checkpoint was not saved, because a syncer does not answer; the same command continues "
                            f"from the one before in {self.workdir}.") from e
@@ -343,7 +338,10 @@ class Run:
     """Ends all actors and files."""
     self._closing = True
     self._board.close()
-    self.log.close()
+    try:
+      self.log.close()
+    except OSError as e:  # a full disk: processes are to end all the same
+      logging.error("%s", e)
     self._pool.shutdown(wait=True)
     self.cuts.close()
     for actor in [*self.learners, *self.syncers]:
@@ -352,6 +350,7 @@ class Run:
       except ray.exceptions.RayActorError:
         pass
     ray.shutdown()
+    addresses.forget(self.workdir)
     self._events.close()
 
   def note(self, actor: str, event: str, cause: str) -> None:
@@ -362,43 +361,6 @@ class Run:
     self._events.write(json.dumps({**event, "round": event["syncer_step"]}) + "\n")
     self._events.flush()
     tqdm.write(f"{event['actor']}: {event['event']} ({event['cause']})", file=sys.stderr)
-
-
-def metrics(record: dict[str, Any], loss: float) -> dict[str, Any]:
-  """A line of metrics.jsonl from a record of the tape; `step` is the most inner steps of a learner.
-
-  Learners report losses one step late; until the first one, `loss` stands for it.
-  """
-  losses = [c["loss"] for c in record["contributions"] if c["loss"] is not None and math.isfinite(c["loss"])]
-  kept = ("fragment", "learners", "quorum_seconds", "grace_seconds", "sync_seconds", "outer_gradient_norm", "bytes_received",
-          "tokens")
-  lags = [c["lag"] for c in record["contributions"] if c["lag"] is not None]
-  return {"round": record["step"], "step": max(record["inner_steps"].values()), **{k: record[k] for k in kept},
-          "contributions": len(record["contributions"]), "train_loss": float(np.mean(losses)) if losses else loss,
-          "overlap_steps": float(np.mean(lags)) if lags else None}
-
-
-class Dashboard:
-  """One line a learner on a terminal; elsewhere nothing, as the syncer's line says how it goes."""
-
-  def __init__(self) -> None:
-    self._bars: dict[str, tqdm] = {}
-
-  def show(self, name: str, status: dict[str, Any], options: Options) -> None:
-    """The newest status of a learner."""
-    if not sys.stderr.isatty():
-      return
-    if name not in self._bars:
-      self._bars[name] = tqdm(desc=name, unit="step", position=len(self._bars) + 1, dynamic_ncols=True, file=sys.stderr)
-    bar = self._bars[name]
-    bar.n = status["n"]
-    lag = "" if status["lag"] is None else f"{status['lag']:.1f}"
-    bar.set_postfix({"loss": f"{status['loss']:.3f}", "s/step": f"{status['step_seconds']:.3f}", "lag": lag,
-                     "life": status["life"]}, refresh=True)
-
-  def close(self) -> None:
-    for bar in self._bars.values():
-      bar.close()
 
 
 def decoupled(config: ConfigDict, workdir: str, address: str | None = None, platforms: str = "cpu") -> dict[str, Any]:
@@ -424,7 +386,8 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
         run.loop()
       except KeyboardInterrupt:
         logging.info("Interrupted at step %d; saving a checkpoint ...", run.step)
-        logging.info("The checkpoint of step %d is saved.", run.finish())
+        if step := run.finish():
+          logging.info("The checkpoint of step %d is saved.", step)
         raise
       run.finish()
       return summarise(run)
@@ -433,7 +396,7 @@ def decoupled(config: ConfigDict, workdir: str, address: str | None = None, plat
 
 
 def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
-  """The summary of a run that is finished; None for a new one, and for one that is to be continued.
+  """The summary of a run that is finished; None for one that is new, to be continued, or ended before its first step.
 
   Raises:
     ValueError: a damaged run, another kind of run, or one whose config contradicts this one.
@@ -443,6 +406,8 @@ def recognise(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     return None
   if not os.path.isdir(os.path.join(workdir, "syncer")):
     raise ValueError(f"--workdir={workdir} holds a run of fgd_jax.train; choose another folder.")
+  if not checkpoints(workdir) and not read_lines(os.path.join(workdir, "metrics.jsonl")):
+    return None  # it may have been refused for its config, which is not to bind another one
   refuse_other_run(config, read_json(path), f"the run in {workdir}")
   summary = read_summary(workdir)
   return summary if summary is not None and summary.get("steps", 0) >= config.steps else None
@@ -453,7 +418,10 @@ def summarise(run: Run) -> dict[str, Any]:
   last = read_lines(os.path.join(run.workdir, "metrics.jsonl"))[-1]
   if "eval_loss" not in last:  # as after a resume with fewer steps than were done
     last |= run.evaluate()
+  tapes = [read_tape(os.path.join(run.workdir, "syncer", str(s), TAPE)) for s in range(run.options.syncers)]
+  trained = {c["learner"] for tape in tapes for line in tape for c in line.get("contributions", [])}
   summary = {"steps": run.step, "rounds": run.step, "method": run.options.policy, "learners": run.options.learners,
+             "learners_trained": len(trained), "learners_joined": sum(m >= run.options.shards for m in trained),
              **{k: last[k] for k in ("eval_loss", "eval_perplexity", "train_loss", "tokens")},
              "parameters": run.parameters, "unigram_loss": run.unigram, "jax": jax.__version__, "ray": ray.__version__}
   write_json(os.path.join(run.workdir, "summary.json"), summary)

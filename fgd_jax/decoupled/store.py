@@ -18,6 +18,7 @@ from fgd_jax.decoupled.syncer import SyncerCore, Tree
 
 PyTree = Any
 TAPE = "tape.jsonl"
+STEP_KEYS = {"step", "fragment", "time", "contributions", "checksum", "slots", "shards"}  # without which there is no replay
 
 
 class Store:
@@ -62,31 +63,51 @@ class Store:
         newest = facts
     starts = sum(line.get("event") == "started" for line in read_tape(self._tape))
     self._file.close()
-    cut_tape(self._tape, max(newest["version"].values()) if newest else 0, core.options.syncers)
+    lines = cut_tape(self._tape, max(newest["version"].values()) if newest else 0, core.options.syncers)
     self._file = open(self._tape, "a", encoding="utf-8")
     if newest is not None:
       core.recall(newest, theta, outer, starts, now)
     else:
       core.epoch = starts
+    for line in lines:
+      core.remember(line, now)
     core.note(now, f"syncer {core.index}", "started", f"at step {core.t}")
 
   def _path(self, p: int) -> str:
     return os.path.join(self.folder, f"fragment_{p}.npz")
 
 
+def checkpoints(workdir: str) -> list[int]:
+  """The steps of which a run's folder has a checkpoint."""
+  folder = os.path.join(workdir, "checkpoints")
+  return sorted(int(name) for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
+
+
 def read_tape(path: str) -> Iterator[dict[str, Any]]:
-  """The lines of a tape; a torn last one (the process was killed) is left out."""
+  """The lines of a tape; a torn last one (the process was killed) is left out.
+
+  Raises:
+    ValueError: another line is neither a step nor an event; it names file and line.
+  """
   if not os.path.exists(path):
     return
-  with open(path, encoding="utf-8") as f:
-    for text in f:
+  with open(path, encoding="utf-8", errors="replace") as f:
+    for number, text in enumerate(f, 1):
       if not text.endswith("\n"):
         return
-      yield json.loads(text)
+      try:
+        line = json.loads(text)
+        whole = STEP_KEYS <= line.keys() if "step" in line else {"event", "syncer_step"} <= line.keys()
+      except (ValueError, TypeError, AttributeError):
+        whole = False
+      if not whole:
+        raise ValueError(f"{path} is damaged in line {number}; restore the file, or move it away: the run continues without "
+                         "it, and cannot be replayed.")
+      yield line
 
 
-def cut_tape(path: str, last: int, stride: int) -> None:
-  """Keeps whole lines: steps up to `last` (0: none), and events up to the step that is open then.
+def cut_tape(path: str, last: int, stride: int) -> list[dict[str, Any]]:
+  """Keeps whole lines, which it returns: steps up to `last` (0: none), and events up to the step that is open then.
 
   Args:
     stride: number of syncers: that many steps lie between two of one syncer.
@@ -95,3 +116,4 @@ def cut_tape(path: str, last: int, stride: int) -> None:
   with open(path + ".tmp", "w", encoding="utf-8") as f:
     f.writelines(json.dumps(line) + "\n" for line in kept)
   os.replace(path + ".tmp", path)
+  return kept

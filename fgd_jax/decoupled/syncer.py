@@ -136,8 +136,9 @@ class SyncerCore:
   def _open(self, t: int) -> None:
     self.t, self._closed = t, False
     self._in: dict[int, Contribution] = {}
-    self._first: float | None = None
+    self._came: dict[int, float] = {}  # when
     self._quorum: float | None = None
+    self._quorum_seconds = 0.0
     self._deadline = 0.0
 
   # --- learners ------------------------------------------------------------------------------------------------------
@@ -147,11 +148,13 @@ class SyncerCore:
     """Whether the run's last step is behind this syncer."""
     return self.t > self.options.steps
 
-  def join(self, learner: int, keys: Mapping[str, Any], now: float, life: int | None = None) -> tuple[int, int]:
+  def join(self, learner: int, keys: Mapping[str, Any], now: float, life: int | None = None, least: int = 1
+           ) -> tuple[int, int]:
     """A learner begins, again or for the first time.
 
     Args:
       life: as another syncer has counted it. One that died while it joined has been counted by some of them only.
+      least: the number of a new life is not below it: lives that a checkpoint knows are over.
 
     Returns:
       Its life (counted from 1), and the inner step from which it counts: its own, or that of its peers.
@@ -162,10 +165,25 @@ class SyncerCore:
     refuse_mismatch(self.keys, keys, f"Learner {learner}")
     old = self.members.get(learner)
     n = old.n if old else int(statistics.median([m.n for m in self.members.values()] or [0]))
-    self.members[learner] = Member(life=life or (old.life + 1 if old else 1), n=n, heard=now)
+    life = life or max(old.life + 1 if old else 1, least)
+    self.members[learner] = Member(life=life, n=n, heard=now)
+    self._drop(learner)
+    # On the tape, since a syncer that is killed before its next step must not count this life again (`remember`).
+    self.note(now, f"learner {learner}", "joined" if old is None else "rejoined", f"at inner step {n}", learner=learner,
+              life=life, n=n)
+    return life, n
+
+  def remember(self, event: Mapping[str, Any], now: float) -> None:
+    """A line of the tape, after `recall`: a learner that joined since the last step is known."""
+    if event.get("event") in ("joined", "rejoined") and "life" in event:
+      old = self.members.get(event["learner"])
+      if old is None or old.life < event["life"]:
+        self.members[event["learner"]] = Member(life=event["life"], n=event["n"], heard=now)
+
+  def _drop(self, learner: int) -> None:
+    """Forgets a learner's contribution to the open step."""
     self._in.pop(learner, None)
-    self.note(now, f"learner {learner}", "joined" if old is None else "rejoined", f"at inner step {n}")
-    return self.members[learner].life, n
+    self._came.pop(learner, None)
 
   def heard(self, learner: int, life: int, now: float, n: int, step_seconds: float = 0.0, transfer: float = 0.0,
             loss: float = float("nan")) -> bool:
@@ -190,7 +208,7 @@ class SyncerCore:
     if not member.sick:
       member.sick = True
       member.reseeds += 1
-      self._in.pop(learner, None)
+      self._drop(learner)
       self.note(now, f"learner {learner}", "non_finite", cause + "; excluded and re-seeded from the global parameters")
       # Who is silent has no say; who has not trained yet may still do better.
       if all(m.reseeds > RESEEDS for m in self.members.values() if m.reach or not m.trains):
@@ -244,8 +262,7 @@ class SyncerCore:
       self.ill(c.learner, now, f"its fragment {p} at inner step {c.n} is not finite")
       return "non_finite"
     self._in[c.learner] = c
-    if self._first is None:
-      self._first = now
+    self._came.setdefault(c.learner, now)
     self._check_quorum(now)
     return "taken"
 
@@ -254,9 +271,9 @@ class SyncerCore:
 
   def _check_quorum(self, now: float) -> None:
     if self._quorum is None and self._enough():
-      assert self._first is not None
       self._quorum = now
-      self.grace.observe(quorum=now - self._first)
+      self._quorum_seconds = now - min(self._came.values())
+      self.grace.observe(quorum=self._quorum_seconds)
       slowest = max((m.step_seconds for m in self.members.values() if m.reach), default=0.0)
       self.grace.observe(step=slowest)
       self._deadline = now + (0.0 if self.options.on_arrival else self.grace.window())
@@ -268,7 +285,7 @@ class SyncerCore:
         member.reach = False
         self.note(now, f"learner {number}", "silent", f"no sign of life for {now - member.heard:.1f} s; not waited for")
     if self._quorum is not None and not self._enough():  # some who made the quorum have gone since
-      self._quorum, self._first = None, self._first if self._in else None
+      self._quorum = None
     if self._quorum is None:
       return False, None
     missing = [m for m, member in self.members.items() if member.reach and not member.sick and m not in self._in]
@@ -278,13 +295,13 @@ class SyncerCore:
 
   def close(self, now: float) -> Closed:
     """Ends the wait: later contributions to this step are late."""
-    assert self._quorum is not None and self._first is not None
+    assert self._quorum is not None
     self._closed = True
     p = self.owned[0] if self.options.on_arrival else self.options.fragment(self.t)
     contributions = [self._in[m] for m in sorted(self._in)]
     if self.options.on_arrival:  # one at a time, in the order of arrival
       contributions = [next(iter(self._in.values()))]
-    return Closed(self.t, p, contributions, self._quorum - self._first, now - self._quorum)
+    return Closed(self.t, p, contributions, self._quorum_seconds, now - self._quorum)
 
   def compute(self, closed: Closed) -> tuple[Tree, PyTree, float]:
     """Merge and outer step; changes nothing.
@@ -334,10 +351,10 @@ class SyncerCore:
         "tokens": self.trained * self.options.batch_tokens, "quorum_seconds": closed.quorum_seconds,
         "grace_seconds": closed.grace_seconds, "sync_seconds": sync_seconds, "outer_gradient_norm": norm,
         "bytes_received": sum(c.nbytes for c in closed.contributions), "slots": self._slots(closed),
-        "shards": self.options.shards}
+        "bound": self.options.learners, "shards": self.options.shards}
     self._open(t + self.options.syncers)
     for c in rest:
-      self._in[c.learner], self._first = c, now
+      self._in[c.learner], self._came[c.learner] = c, now
     self._check_quorum(now)
     return record
 

@@ -353,7 +353,8 @@ def radial_directional(stack: jax.Array, weights: jax.Array) -> jax.Array:
     weights: [M] non-negative; 0 for a missing learner, whose row is ignored.
 
   Returns: (sum w ||D|| / sum w) phi(sum w phi(D) / sum w), [...] in stack's dtype; the weighted mean where the mean
-    direction vanishes; zero when all weights are.
+    direction vanishes; zero when all weights are. It vanishes below 1e-12, as third parties have it, in float64; in float32
+    below 1e-6, since directions that cancel leave about 1e-7 by rounding there, whose own direction would mean nothing.
   """
   x = _live(stack, weights > 0)
   total = jnp.sum(weights)
