@@ -10,39 +10,17 @@ results.png. Numbers of different --out folders, or settings, are not comparable
 
 import argparse
 import csv
-import dataclasses
-import itertools
 import json
 import os
-import runpy
 import subprocess
 import sys
 import time
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import trials
+from trials import Entry, outer
+
 SETTINGS = ("workers=8,inner_steps=10,rounds=24,batch_size=2,seq_len=64,inner.lr=3e-3,inner.warmup_steps=20,eval_batches=8,"
             "eval_batch_size=16,measure_sequences=8")
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-  """A method of the comparison: its name in the config, fixed options, and the two options that are tuned."""
-
-  method: str
-  fixed: str = ""
-  tuned: tuple[tuple[str, tuple[float, ...]], ...] = ()
-
-  def grid(self) -> list[str]:
-    """Settings as config words."""
-    names = [name for name, _ in self.tuned]
-    return [",".join(f"method.{n}={v}" for n, v in zip(names, values))
-            for values in itertools.product(*(values for _, values in self.tuned))]
-
-
-def outer(lrs=(0.4, 0.7, 1.0), momenta=(0.4, 0.7)):
-  return ("outer_lr", lrs), ("outer_momentum", momenta)
-
-
 ENTRIES = {
     "data_parallel": Entry("data_parallel"),
     "local": Entry("local"),
@@ -78,8 +56,7 @@ def train_all(name: str, out: str, settings: str, tune: list[int], final: list[i
     missing = [seed for seed in seeds if (setting, seed) not in done]
     if not missing:
       return
-    words = ",".join(filter(None, (settings, f"method={entry.method}", entry.fixed, setting)))
-    for row in trained(words, missing, measured=purpose == "final"):
+    for row in trained(entry.words(settings, setting), missing, measured=purpose == "final"):
       row |= {"method": name, "setting": setting, "purpose": purpose}
       done[setting, row["seed"]] = row["eval_loss"]
       append(path, row)
@@ -97,47 +74,8 @@ def train_all(name: str, out: str, settings: str, tune: list[int], final: list[i
 
 
 def trained(words: str, seeds: list[int], measured: bool):
-  """Trains one setting on several seeds with one executable; yields a row for each; `measured`: with consensus and JS.
-
-  A seed is that of the initial parameters, of the order of the data and of faults; mixing matrices are the same for all.
-  """
-  import jax
-  import numpy as np
-
-  import fgd_jax as fgd
-  from fgd_jax import config as configs
-  from fgd_jax import data, faults, models
-  from fgd_jax import train as trainer
-
-  config = runpy.run_path(os.path.join(ROOT, "configs/quickstart.py"))["get_config"](words)
-  configs.validate(config)
-  corpus = data.load(config.data, config.seq_len, config.seed)
-  heldout = data.heldout_batches(corpus.heldout, config.eval_batch_size, config.eval_batches)["tokens"]
-  model = models.make(configs.make_model_config(config, corpus.vocab_size))
-  probe = jax.numpy.asarray(heldout.reshape(-1, heldout.shape[-1])[:config.measure_sequences, :-1])
-  workers = fgd.Workers(config.workers)
-  init, round_fn = fgd.build_round(
-      configs.make_method(config), model.loss, configs.make_inner_optimizer(config), workers=workers, seed=config.seed,
-      measure=("consensus", trainer.js_of(model.apply, probe)), faults=configs.faulty(config))
-  evaluate = trainer.make_evaluation(model.loss, heldout, workers)
-  for seed in seeds:
-    began = time.time()
-    state = init(jax.jit(model.init)(jax.random.key(seed)))
-    batches = data.round_batches(corpus.train, config.workers, config.inner_steps, config.batch_size, seed)
-    config.faults.seed = seed
-    played = faults.simulate(config, round_fn, state.params, batches[0]) if configs.simulated(config) else None
-    for r in range(config.rounds):
-      links = played.links(r) if config.faults.drop else None
-      state, metrics = round_fn(state, batches[r], measured=measured and r == config.rounds - 1, links=links)
-    metrics |= evaluate(round_fn.eval_params(state), state.params)
-    yield {"seed": seed, "eval_loss": float(metrics["eval_loss"]), "eval_loss_workers": float(metrics["eval_loss_workers"]),
-           "consensus_l2": float(np.sqrt(metrics["consensus_inner"])) if measured else "",
-           "js_distance": float(metrics["js_distance"]) if measured else "",
-           "bytes_overlapped": metrics["bytes_overlapped"], "bytes_blocking": metrics["bytes_blocking"],
-           "tokens": config.rounds * config.workers * config.inner_steps * config.batch_size * config.seq_len,
-           "parameters": sum(x[0].size for x in jax.tree.leaves(state.params)), "seconds": time.time() - began,
-           **({} if played is None else {"utilization": played.utilization[-1], "simulated_seconds": played.seconds[-1],
-                                         "failed": sum(map(len, played.failures.values()))})}
+  """`trials.trained` with an evaluation at the end alone; `measured`: with consensus and JS."""
+  return trials.trained(f"{words},eval_every=0,measure_every={1_000_000 if measured else 0}", seeds)
 
 
 # --- table and plot -------------------------------------------------------------------------------------------------------
@@ -153,7 +91,7 @@ def read(path: str) -> list[dict[str, str]]:
 def append(path: str, row: dict) -> None:
   rows = [*read(path), row]
   with open(path + ".tmp", "w", newline="") as f:
-    writer = csv.DictWriter(f, FIELDS)
+    writer = csv.DictWriter(f, FIELDS, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
   os.replace(path + ".tmp", path)

@@ -15,6 +15,7 @@ import os
 
 import compare_methods
 import numpy as np
+import trials
 
 METHODS = ("diloco", "GlobalM1LocalM2", "GlobalM1LocalM2-subset", "LocalM1M2", "GlobalM1")
 FIELDS = ("method", "seed", "drop", "bandwidth", "eval_loss", "utilization", "simulated_seconds", "failed", "seconds")
@@ -23,7 +24,7 @@ FIELDS = ("method", "seed", "drop", "bandwidth", "eval_loss", "utilization", "si
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--out", required=True, help="folder of the runs and the table; the same folder resumes")
-  parser.add_argument("--baseline", default=os.path.join(compare_methods.ROOT, "docs/compare"), help="runs without failures")
+  parser.add_argument("--baseline", default=os.path.join(trials.ROOT, "docs/compare"), help="runs without failures")
   parser.add_argument("--drop", type=float, default=0.05, help="probability that an exchange fails (faults.drop)")
   parser.add_argument("--bandwidth", default="1.435Mbps", help="of each worker")
   parser.add_argument("--seeds", default="1,2,3,4")
@@ -65,12 +66,9 @@ def words(setting: str, name: str, args: argparse.Namespace, drop: float) -> str
 
 def utilisation(name: str, setting: str, args: argparse.Namespace, drop: float) -> float:
   """Of a run without training it."""
-  import runpy
-
   from fgd_jax import netsim
 
-  config = runpy.run_path(os.path.join(compare_methods.ROOT, "configs/quickstart.py"))["get_config"](
-      words(setting, name, args, drop))
+  config = trials.config_of(words(setting, name, args, drop))
   plan, _ = netsim.plan_of_config(config)
   links = netsim.read_links(args.bandwidth, config.workers)
   return netsim.simulate(plan, links, netsim.StepTimes((1.0,)), rounds=config.rounds).compute_utilization

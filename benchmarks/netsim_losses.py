@@ -21,10 +21,11 @@ import os
 from typing import Any
 
 import compare_methods
+import trials
 
-FOLDER = os.path.join(compare_methods.ROOT, "docs/compare")
+FOLDER = os.path.join(trials.ROOT, "docs/compare")
 RUNS, BUDGETS = os.path.join(FOLDER, "results.csv"), os.path.join(FOLDER, "budgets.csv")
-TABLE = os.path.join(compare_methods.ROOT, "fgd_jax/netsim/losses.csv")
+TABLE = os.path.join(trials.ROOT, "fgd_jax/netsim/losses.csv")
 STEPS, INNER_STEPS = 240, 10  # of results.csv
 SEEDS = (1, 2)
 FIELDS = ("method", "inner_steps", "rounds", "seed", "eval_loss", "tokens", "seconds")

@@ -12,25 +12,17 @@ import argparse
 import json
 import os
 import sys
-from typing import NoReturn
 
 import jax
 import numpy as np
 
 from fgd_jax import models
+from fgd_jax.command import Parser
 from fgd_jax.export import huggingface, sampling, trained
 
 
-class _Parser(argparse.ArgumentParser):
-  """Says what is wrong in one sentence."""
-
-  def error(self, message: str) -> NoReturn:
-    sys.exit(f"error: {message} (see {self.prog} --help)")
-
-
 def export_parser() -> argparse.ArgumentParser:
-  p = _Parser(prog="python -m fgd_jax.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-              allow_abbrev=False)
+  p = Parser(prog="python -m fgd_jax.export", description=__doc__)
   p.add_argument("folder", metavar="DIR", help="a run's folder, or one step in its checkpoints folder")
   p.add_argument("--out", required=True, help="a new folder")
   p.add_argument("--round", type=int, help="of the checkpoint (default: the newest)")
@@ -41,8 +33,7 @@ def export_parser() -> argparse.ArgumentParser:
 
 
 def sample_parser() -> argparse.ArgumentParser:
-  p = _Parser(prog="python -m fgd_jax.export sample", allow_abbrev=False,
-              description="Prints what a trained model says.")
+  p = Parser(prog="python -m fgd_jax.export sample", description="Prints what a trained model says.")
   p.add_argument("folder", metavar="DIR", help="a run's folder, or an exported one")
   p.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
   p.add_argument("--tokens", type=int, default=200, help="tokens to come (default 200)")

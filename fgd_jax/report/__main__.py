@@ -14,22 +14,15 @@ import json
 import os
 import pathlib
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from fgd_jax import netsim
+from fgd_jax.command import Parser
 from fgd_jax.report import figures, groups, hours, page, runs
 
 
-class _Parser(argparse.ArgumentParser):
-  """Says what is wrong in one sentence."""
-
-  def error(self, message: str) -> NoReturn:
-    sys.exit(f"error: {message} (see {self.prog} --help)")
-
-
 def parser() -> argparse.ArgumentParser:
-  p = _Parser(prog="python -m fgd_jax.report", description=__doc__, allow_abbrev=False,
-              formatter_class=argparse.RawDescriptionHelpFormatter)
+  p = Parser(prog="python -m fgd_jax.report", description=__doc__)
   p.add_argument("folders", nargs="+", metavar="DIR", help="runs, or folders of runs")
   p.add_argument("--out", default="report.html", help="the page (default report.html); an earlier report is replaced")
   p.add_argument("--bandwidth", default="100Mbps,1Gbps", help="links to simulate, comma separated (default 100Mbps,1Gbps)")

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ import fgd_jax as fgd
 from fgd_jax import config as configs
 from fgd_jax import data, models
 from fgd_jax.checkpoint import Progress, describe, unreadable
+from fgd_jax.command import Parser
 from fgd_jax.export.trained import restore_parts
 from fgd_jax.folder import write_json
 from fgd_jax.measure import js_when_shared
@@ -353,16 +354,8 @@ def plot(path: str, found: dict[str, Any]) -> None:
 # --- command ---------------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-  """Says what is wrong in one sentence."""
-
-  def error(self, message: str) -> NoReturn:
-    sys.exit(f"error: {message} (see {self.prog} --help)")
-
-
 def parser() -> argparse.ArgumentParser:
-  p = _Parser(prog="python -m fgd_jax.report.sensitivity", description=__doc__, allow_abbrev=False,
-              formatter_class=argparse.RawDescriptionHelpFormatter)
+  p = Parser(prog="python -m fgd_jax.report.sensitivity", description=__doc__)
   p.add_argument("folder", metavar="DIR", help="a run's folder, or one step in its checkpoints folder")
   p.add_argument("--budget", help="bytes that the subset may take: 43%% of the parameters, or 10MB (default: what "
                  "embeddings, head and the first two layers take)")
