@@ -82,21 +82,21 @@ def curve_at(run: dict[str, Any], total: float) -> tuple[list[float], list[float
   return [total * p["round"] / curve[-1]["round"] / 3600 for p in curve], [p["eval_loss"] for p in curve]
 
 
-def parser(doc: str | None, seeds: int, full: int) -> argparse.ArgumentParser:
+def arguments(doc: str | None, seeds: int | None = None, full: int | None = None) -> argparse.Namespace:
+  """The command line: out, full, jobs, and `final`, the paired seeds 1, 2, ... (by default so many, with --full `full`)."""
   p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
   p.add_argument("--out", default=os.path.join(trials.ROOT, "docs/claims"), help="folder of runs, tables and figures; the "
                  "same folder goes on where it stopped (default docs/claims)")
   p.add_argument("--full", action="store_true", help="the full size")
-  p.add_argument("--seeds", type=int, help=f"paired seeds 1, 2, ... of the main table (default {seeds}, full {full})")
   p.add_argument("--jobs", type=int, default=2, help="trainings at a time, each on one core")
-  return p
-
-
-def parse(p: argparse.ArgumentParser, seeds: int, full: int) -> argparse.Namespace:
+  if seeds is not None:
+    p.add_argument("--seeds", type=int, help=f"paired seeds of the main table, at least 2 (default {seeds}, full {full})")
   args = p.parse_args()
-  if args.seeds is not None and args.seeds < 2:
-    p.error(f"--seeds={args.seeds} must be at least 2 for a confidence interval.")
-  args.final = list(range(1, (args.seeds or (full if args.full else seeds)) + 1))
+  if seeds is not None:
+    count = args.seeds or (full if args.full else seeds)
+    if count < 2:
+      p.error(f"--seeds={count} must be at least 2 for a confidence interval.")
+    args.final = list(range(1, count + 1))
   args.tune_seeds = [101, 102, 103] if args.full else [101]
   os.makedirs(args.out, exist_ok=True)
   return args

@@ -12,7 +12,7 @@ M = 8, H = 20. Problems:
     llama      the byte-level Llama of 0.46M parameters on Python's sources, inner SGD with learning rate eta
 
 with the outer step of the bound and with Nesterov's momentum. Writes bound.csv (a line a case, resumable) and bound.png.
-About 12 minutes on two idle cores; --full (three seeds, 60 rounds of llama) about an hour and a half.
+About 4 minutes on two busy cores; --full (three seeds, 60 rounds of llama) by estimate an hour.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ def llama(case: Case) -> tuple[Callable, Any, Callable, Callable]:
 
 
 def main() -> None:
-  args = claims.parse(claims.parser(__doc__, 2, 2), 2, 2)
+  args = claims.arguments(__doc__)
   path, wanted = os.path.join(args.out, "bound.csv"), cases(args.full)
   done = read(path)
   missing = [case for case in wanted if case.key() not in done]
   if missing:
     import tqdm
 
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false").strip()
+    os.environ |= trials.one_core()  # for the processes
     with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
       futures = [pool.submit(train, case) for case in missing]
       for future in tqdm.tqdm(concurrent.futures.as_completed(futures), "bound", len(futures), unit="run"):

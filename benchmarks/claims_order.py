@@ -7,7 +7,7 @@ seed 101, at M = 8 and H = 20; then it is trained on paired seeds, and, as tuned
 tokens. Besides the paper's subset stands the one of equal bytes that `fgd_jax.report.sensitivity` picks at the end of such
 a run. Writes order.csv and .png (the variants, with 95 % intervals of the paired difference to DiLoCo; loss against
 simulated hours at the bandwidth at which DiLoCo computes 36 % of its time) and order_trend.csv and .png. About 35 minutes
-on two idle cores; --full (three tuning seeds, 12 seeds, six for each trend) about four hours.
+on two idle cores; --full (three tuning seeds, 12 seeds, six for each trend) by estimate an hour and a half.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CELLS = ((4, 20), (8, 20), (16, 20), (8, 10), (8, 50))  # (M, H)
 
 
 def main() -> None:
-  args = claims.parse(claims.parser(__doc__, 6, 12), 6, 12)
+  args = claims.arguments(__doc__, seeds=6, full=12)
   setting = claims.tuned(args, METHODS)
   words = {name: entry.words(claims.settings(), setting[name]) for name, entry in METHODS.items()}
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "order")

@@ -15,8 +15,8 @@ Registered before the first run:
               of layers, isotropic outer gradients on landing (Iso-C)
 
 Writes pipelined.csv (final), pipelined_cells.csv, pipelined_hours.csv (simulated hours at 50, 100, 200 Mbit/s and 1 Gbit/s,
-scaled as in claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. About 55 minutes on two idle
-cores after claims_order.py, with which it shares runs; --full (three tuning seeds, 16 seeds, eight a cell): seven hours.
+scaled as in claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. By estimate 55 minutes on two
+idle cores after claims_order.py, with which it shares runs; --full (three tuning seeds, 16 seeds, eight a cell): five hours.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def cells(full: bool) -> dict[str, tuple[str, str, tuple[str, ...]]]:
 
 
 def main() -> None:
-  args = claims.parse(claims.parser(__doc__, 8, 16), 8, 16)
+  args = claims.arguments(__doc__, seeds=8, full=16)
   setting = claims.tuned(args, METHODS)
   words = {name: entry.words(claims.settings(), setting[name]) for name, entry in METHODS.items()}
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "final")

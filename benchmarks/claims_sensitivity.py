@@ -18,8 +18,8 @@ import subprocess
 import sys
 
 import numpy as np
+import trials
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SETTINGS = ("model.layers=6,batch_size=2,inner_steps=10,rounds=60,eval_every=20,measure_every=0,checkpoint_every=20,"
             "checkpoint_keep=10,cpu_devices=1,method.outer_momentum=0.4")
 LR = {"GlobalM1": 0.6, "GlobalM1LocalM2": 0.7}  # as benchmarks/compare_methods.py tuned them
@@ -36,8 +36,7 @@ def name_of(method: str, workers: int, seed: int, text: str) -> str:
 
 
 def environment() -> dict[str, str]:
-  flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-  return os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": ROOT}
+  return trials.one_core() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": trials.ROOT}
 
 
 def train(folder: str, method: str, workers: int, seed: int, text: str) -> None:
@@ -50,7 +49,7 @@ def train(folder: str, method: str, workers: int, seed: int, text: str) -> None:
     words += f",data.tokenizer={os.path.join(folder, 'tokenizer.json')}"
   command = [sys.executable, "-m", "fgd_jax.train", f"--config=configs/quickstart.py:{words}", f"--workdir={workdir}"]
   with open(workdir + ".log", "w") as log:
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stderr=log)
+    subprocess.run(command, cwd=trials.ROOT, env=environment(), check=True, stderr=log)
   print(f"trained {workdir}", flush=True)
 
 
@@ -106,7 +105,7 @@ def measure_apart(folder: str, number: int) -> None:
   """One case, once, in a process of its own."""
   if os.path.exists(path_of(folder, cases()[number])):
     return
-  subprocess.run([sys.executable, os.path.abspath(__file__), f"--runs={folder}", f"--case={number}"], cwd=ROOT,
+  subprocess.run([sys.executable, os.path.abspath(__file__), f"--runs={folder}", f"--case={number}"], cwd=trials.ROOT,
                  env=environment(), check=True)
 
 
@@ -166,34 +165,33 @@ def short(block: str) -> str:
 
 def counts(found: list[dict]) -> str:
   """For each kind of case: mean rank of every block and, in brackets, in how many cases it is among the first four."""
-  lines = ["| text | at | by | cases | " + " | ".join(map(short, NAMES)) + " | greedy minus paper, drop in % |",
-           "|" + "---|" * (5 + len(NAMES))]
+  lines = []
   for text, at, by in dict.fromkeys((f["text"], f["at"], f["by"]) for f in found):
     mine = [f for f in found if (f["text"], f["at"], f["by"]) == (text, at, by)]
     ranks = [ranks_of(f) for f in mine]
     cells = [f"{np.mean([r[n] for r in ranks]):.1f} ({sum(r[n] <= 4 for r in ranks)})" for n in NAMES]
     gains = [100 * (f["greedy"]["drop"] - f["paper"]["drop"]) / f["js_before"] for f in mine]
-    lines.append(f"| {text} | {at} | {by} | {len(mine)} | " + " | ".join(cells)
-                 + f" | {min(gains):+.1f} to {max(gains):+.1f}, mean {np.mean(gains):+.1f} |")
-  return "\n".join(lines)
+    lines.append([text, at, by, len(mine), *cells,
+                  f"{min(gains):+.1f} to {max(gains):+.1f}, mean {np.mean(gains):+.1f}"])
+  return trials.markdown(["text", "at", "by", "cases", *map(short, NAMES), "greedy minus paper, drop in %"], lines)
 
 
 def table(found: list[dict]) -> str:
   """A line for every case: ranks, drops per MB, greedy subset against the paper's, place of layers 0 and 1 among pairs."""
   head = ["run", "round", "at", "by", "JS", *(f"{short(n)}" for n in NAMES), "greedy subset", "its drop %", "paper's drop %",
           "L0 + L1 among 15 pairs"]
-  lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+  lines = []
   for f in found:
     ranks, per_mb = ranks_of(f), {row["block"]: row["drop_per_mb"] for row in f["blocks"]}
     percent = lambda subset, f=f: f"{100 * subset['drop'] / f['js_before']:.1f}" if subset else "-"
     pairs = sorted(f.get("pairs", ()), key=lambda pair: -pair["drop"])
     place = [i for i, pair in enumerate(pairs, 1) if (pair["first"], pair["second"]) == (0, 1)]
     greedy = f["greedy"] or {"blocks": []}
-    lines.append("| " + " | ".join([
+    lines.append([
         name_of(f["method"], f["workers"], f["seed"], f["text"]), str(f["round"]), f["at"], f["by"], f"{f['js_before']:.4f}",
         *(f"{ranks[n]} ({per_mb[n]:.3f})" for n in NAMES), " ".join(map(short, greedy["blocks"])), percent(f["greedy"]),
-        percent(f["paper"]), f"{place[0]} (first: L{pairs[0]['first']} + L{pairs[0]['second']})" if place else ""]) + " |")
-  return "\n".join(lines)
+        percent(f["paper"]), f"{place[0]} (first: L{pairs[0]['first']} + L{pairs[0]['second']})" if place else ""])
+  return trials.markdown(head, lines)
 
 
 def plot(path: str, found: list[dict]) -> None:

@@ -112,23 +112,23 @@ def summarise(out: str, final: list[int]) -> str:
   spread = lambda v, sign="": f"{np.mean(v):{sign}.3f} ± {np.std(v, ddof=1) / np.sqrt(len(v)):.3f}" if len(v) > 1 else ""
   head = ("method", "tuned", "held-out loss", "minus DiLoCo, paired", "workers' mean", "consensus L2", "JS", "MB overlapped",
           "MB blocking")
-  text, points = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)], []
+  lines, points = [], []
   for name, mine in kept.items():
     if not mine:
       continue
     paired = [loss[name][s] - loss["diloco"][s] for s in loss[name] if s in loss.get("diloco", {})]
     mean = lambda key, mine=mine: float(np.mean([float(r[key]) for r in mine]))
     tuned = mine[0]["setting"].replace("method.", "").replace("outer_", "").replace(",", ", ") or "-"
-    text.append("| " + " | ".join([
+    lines.append([
         name, tuned, spread(list(loss[name].values())), "" if name == "diloco" else spread(paired, "+"),
         f"{mean('eval_loss_workers'):.3f}", f"{mean('consensus_l2'):.2f}", f"{mean('js_distance'):.3f}",
-        f"{mean('bytes_overlapped') / 1e6:.2f}", f"{mean('bytes_blocking') / 1e6:.2f}"]) + " |")
+        f"{mean('bytes_overlapped') / 1e6:.2f}", f"{mean('bytes_blocking') / 1e6:.2f}"])
     points.append((name, mean("bytes_blocking") / 1e6, mean("bytes_overlapped") / 1e6, list(loss[name].values())))
   with open(os.path.join(out, "results.md"), "w") as f:
-    f.write("\n".join(text) + "\n")
+    f.write((text := trials.markdown(head, lines)) + "\n")
   if points:
     plot(os.path.join(out, "results.png"), points)
-  return "\n".join(text)
+  return text
 
 
 def plot(path: str, points: list) -> None:
@@ -178,9 +178,8 @@ def main() -> None:
   while waiting or running:
     while waiting and len(running) < args.jobs:
       name = waiting.pop(0)
-      flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
       running[name] = subprocess.Popen([sys.executable, os.path.abspath(__file__), f"--one={name}", *sys.argv[1:]],
-                                       env=os.environ | {"XLA_FLAGS": flags.strip()})
+                                       env=trials.one_core())
     for name, process in list(running.items()):
       if process.poll() is not None:
         running.pop(name)

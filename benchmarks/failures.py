@@ -50,8 +50,7 @@ def main() -> None:
                    f"{mean('simulated_seconds'):.0f}"])
   head = ("method", "loss", f"loss, drop {args.drop:g}", "difference, paired", "exchanges lost", "utilisation %",
           f"utilisation %, drop {args.drop:g}", "simulated s")
-  line = lambda cells: "| " + " | ".join(cells) + " |"
-  text = "\n".join([line(head), "|" + "---|" * len(head), *map(line, tables)])
+  text = trials.markdown(head, tables)
   with open(os.path.join(args.out, "results.md"), "w") as f:
     f.write(text + "\n")
   plot(os.path.join(args.out, "results.png"), tables, losses)

@@ -24,11 +24,12 @@ import re
 import runpy
 
 import jax
+import trials
 
 from fgd_jax import aot
 from fgd_jax.aot import program, targets
 
-CONFIG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs", "paper", "fgd_1p5b.py")
+CONFIG = os.path.join(trials.ROOT, "configs", "paper", "fgd_1p5b.py")
 STEPS = (100, 500, 1000)
 PLACES = {8: (("v5p:2x2x2", 1), ("v5p:2x2x4", 2)), 16: (("v5p:2x2x4", 1), ("v5p:2x4x4", 2))}  # workers: slices, fsdp
 # Copies of a round's tokens on a device: 2.21 in a model of 4M parameters with H = 100 and 1000 (DiLoCo on v5p:2x2x2).
@@ -129,9 +130,8 @@ def main() -> None:
         except (ValueError, aot.AotError) as e:
           print(f"failed: {e}", flush=True)
           break
-  print("| " + " | ".join(HEAD) + " |\n" + "| --- " * len(HEAD) + "|")
-  for row in sorted(read(args.out), key=lambda row: int(row["workers"])):
-    print("| " + " | ".join(row[key] for key in HEAD) + " |")
+  rows = sorted(read(args.out), key=lambda row: int(row["workers"]))
+  print(trials.markdown(HEAD, [[row[key] for key in HEAD] for row in rows]))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import argparse
 import os
 import runpy
 
+import trials
+
 from fgd_jax import netsim
 from fgd_jax.netsim.plan import plan_of_config
 from fgd_jax.netsim.published import FGD_BITS, FGD_STEP_SECONDS
 
-CONFIG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs", "paper", "fgd_1p5b.py")
+CONFIG = os.path.join(trials.ROOT, "configs", "paper", "fgd_1p5b.py")
 STEP_SECONDS = FGD_STEP_SECONDS * 32 / FGD_BITS
 HOUR, WEEK = 3600, 7 * 86_400
 
@@ -36,11 +38,9 @@ def main() -> None:
   parser.add_argument("--workers", type=int, default=8)
   workers = parser.parse_args().workers
   head = ["run", *(f"{bw} Mbit/s: {what}" for bw in (100, 200) for what in ("busy, %", "10B, h", "30B, h", "1T, weeks"))]
-  print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
   found = runpy.run_path(CONFIG)
-  for run, words in found["RUNS"].items():
-    config = found["get_config"](f"{words},workers={workers}")
-    print("| " + " | ".join([run, *cells(config, "100Mbps"), *cells(config, "200Mbps")]) + " |")
+  configs = {run: found["get_config"](f"{words},workers={workers}") for run, words in found["RUNS"].items()}
+  print(trials.markdown(head, [[run, *cells(c, "100Mbps"), *cells(c, "200Mbps")] for run, c in configs.items()]))
 
 
 if __name__ == "__main__":

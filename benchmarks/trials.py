@@ -165,12 +165,16 @@ def runs(path: str, wanted: Iterable[tuple[str, Sequence[int]]], jobs: int = 2, 
   return read(path)
 
 
+def one_core() -> dict[str, str]:
+  """The environment of a process that computes on one core."""
+  flags = (os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false").strip()
+  return os.environ | {"XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
+
+
 def _child(words: str, seeds: list[int]) -> Iterator[str]:
   """The lines of a process that trains, on one core."""
-  flags = (os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false").strip()
   command = [sys.executable, os.path.abspath(__file__), words, ",".join(map(str, seeds))]
-  environment = os.environ | {"XLA_FLAGS": flags, "OMP_NUM_THREADS": "1"}
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_core()) as process:
     assert process.stdout is not None
     yield from process.stdout
   if process.returncode:

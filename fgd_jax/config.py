@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import json
 import math
 import os
-import re
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import optax
-from absl import flags
 from ml_collections import ConfigDict
 
 from fgd_jax import methods, netsim, overlap, sharding
@@ -52,7 +48,7 @@ def unflat(values: dict[str, Any]) -> ConfigDict:
     ValueError: a key that does not exist (any more), or a value of another type.
   """
   config = default()
-  _refuse_unknown(list(values))
+  refuse_unknown(list(values))
   for key, value in values.items():
     section, _, leaf = key.rpartition(".")
     try:
@@ -78,7 +74,7 @@ def apply_variant(config: ConfigDict, arg: str | None) -> None:
       config.method.update({option: None for option in config.method if option != "name"})
     if not equals:
       raise ValueError(f"Config variant {word!r} is not of the form key=value.")
-    _refuse_unknown([key], "method")
+    refuse_unknown([key], "method")
     section, _, leaf = key.rpartition(".")
     holder = config[section] if section else config
     try:
@@ -95,7 +91,8 @@ def _parse(text: str, kind: type) -> Any:
   return kind(text)
 
 
-def _refuse_unknown(keys: list[str], method: str = "method.name") -> None:
+def refuse_unknown(keys: list[str], method: str = "method.name") -> None:
+  """Raises ValueError for a key that no config has; `method`: what to say where "method" is meant."""
   known = list(flat(default()))
   for key in keys:
     if key not in known:
@@ -111,7 +108,7 @@ def validate(config: ConfigDict) -> None:
     ValueError: one sentence that names the key, its value and what to do.
   """
   values = flat(config)
-  _refuse_unknown(list(values))
+  refuse_unknown(list(values))
   for key in flat(default()):
     if key not in values:
       raise ValueError(f"The config lacks the key {key!r}; start from configs/default.py.")
@@ -431,54 +428,3 @@ def make_workers(config: ConfigDict, devices: Sequence[Any] | None = None) -> Wo
                      f"{inside} devices each leaves process {idle[0]} without a part; make workers a multiple of "
                      f"{len(processes)}, or start fewer processes.")
   return Workers(config.workers, mesh)
-
-
-def refuse(sentence: str) -> NoReturn:
-  """Ends a command that cannot start."""
-  print(sentence, file=sys.stderr)
-  raise SystemExit(2)
-
-
-def parse_flags(argv: list[str], usage: str) -> list[str]:
-  """absl's parser for a command: --help is no failure, and what cannot be read gets one sentence, last on the terminal."""
-  asked = [word for word in argv[1:] if word.startswith("-") and word.lstrip("-") in _HELP]
-  try:
-    if not asked:
-      _refuse_config_words(argv)
-    return flags.FLAGS([argv[0], *asked] if asked else argv)
-  except SystemExit as e:
-    raise SystemExit(0 if asked else e.code) from e
-  except Exception as e:  # a config file may raise anything
-    if os.environ.get("FGD_JAX_TRACEBACK"):
-      raise
-    lines = [line.strip() for line in str(e).replace("\\n", "\n").splitlines() if line.strip()]
-    traced = any("Traceback (most recent call last)" in line for line in lines)  # an error inside the config file
-    message = re.sub(r"^(\w+\.)*\w+(Error|Exception): ", "", lines[-1] if traced else " ".join(lines))
-    if missing := re.findall(r"Flag --(\S+) must have a value other than None", message):
-      are = "is" if len(missing) == 1 else "are"
-      refuse(f"{' and '.join(f'--{name}' for name in missing)} {are} missing; usage: {usage}")
-    if isinstance(e, (AttributeError, KeyError)) and " " not in message:
-      message = f"Unknown config key {message.strip(chr(34) + chr(39))!r}; all keys stand in configs/default.py"
-    refuse(f"{message[:500].rstrip('.')} (usage: {usage})")
-
-
-_HELP = ("help", "helpfull", "helpshort", "helpxml", "h", "?")
-
-
-def _refuse_config_words(argv: list[str]) -> None:
-  """Raises ValueError for a --config file that is not there, and for a --config.KEY that does not exist."""
-  for word, following in zip(argv[1:], [*argv[2:], ""]):
-    name, equals, value = word.lstrip("-").partition("=")
-    if word.startswith("-") and name == "config":
-      refuse_missing_file(value if equals else following)
-    elif word.startswith("-") and name.startswith("config."):
-      _refuse_unknown([name.removeprefix("config.")])
-
-
-def refuse_missing_file(text: str) -> None:
-  """Raises ValueError where the file of --config=FILE[:settings] does not exist, naming one that is like it."""
-  path = text.partition(":")[0]
-  if not os.path.exists(path):
-    there = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.py"))
-    near = [*difflib.get_close_matches(path, there, n=1), "configs/quickstart.py"]
-    raise ValueError(f"--config={path} does not exist; give a file such as {near[0]}.")

@@ -26,7 +26,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fgd_jax import host
-from fgd_jax import measure as measures
 from fgd_jax import overlap as overlap_forms
 from fgd_jax.arguments import (
     alive_mask,
@@ -40,11 +39,12 @@ from fgd_jax.arguments import (
 )
 from fgd_jax.cycle import Cycle
 from fgd_jax.inner import Inner
+from fgd_jax.measure import consensus_distances
 from fgd_jax.methods import Fragmented, Method
 from fgd_jax.methods.base import narrowed, widened
 from fgd_jax.mixing import Context, path_of
 from fgd_jax.mixing.pack import Packing
-from fgd_jax.mixing.stacks import where_rows
+from fgd_jax.mixing.stacks import one_row, only_row, where_rows
 from fgd_jax.quarantine import examine, landed, rejoin_program
 from fgd_jax.sharding import Rules, like_params, param_specs
 from fgd_jax.state import Originals, State, narrow, refuse_consumed
@@ -334,7 +334,7 @@ class Round:
     spmd, ids = self._workers.spmd, lambda: jnp.arange(self._workers.count, dtype=jnp.int32)
 
     def start(z, ms, scalars):
-      body = lambda z, ms, ids, scalars: _stacked(self._start(z, ms, ids, scalars, plan, permutation))
+      body = lambda z, ms, ids, scalars: one_row(self._start(z, ms, ids, scalars, plan, permutation))
       return spmd(body, stacks=3)(z, ms, ids(), scalars)
 
     def inner(z, opt, batches, scalars):
@@ -347,7 +347,7 @@ class Round:
       return spmd(body, stacks=4)(z, opt, batches, ids(), scalars)
 
     def land(z, w, ms, raw, metrics, scalars):
-      body = lambda z, w, ms, raw, metrics, ids, scalars: self._land(z, w, ms, _unstacked(raw), metrics, ids, scalars, plan,
+      body = lambda z, w, ms, raw, metrics, ids, scalars: self._land(z, w, ms, only_row(raw), metrics, ids, scalars, plan,
                                                                      permutation)
       new_z, new_ms, metrics = spmd(body, stacks=6)(z, w, ms, raw, metrics, ids(), scalars)
       return new_z, new_ms, metrics | self._measures(w, new_z, measured)
@@ -378,10 +378,10 @@ class Round:
     raw = riding = None
     if self.method.overlapped is not None:
       raw = self._start(z, ms, ids, scalars, plan, permutation)
-      riding = _stacked(raw) if plan.form == "ring" else None
+      riding = one_row(raw) if plan.form == "ring" else None
     w, opt, metrics, riding = self._inner_phases(z, inner_opt_state, batches, ids, scalars, riding, ctx)
     if raw is not None:
-      raw = raw if riding is None else _unstacked(riding)
+      raw = raw if riding is None else only_row(riding)
       if self._quarantine:  # looking at what is not behind the barrier would draw the transfer behind the loop
         (w, opt, metrics), raw = lax.optimization_barrier(((w, opt, metrics), raw))
       else:
@@ -445,7 +445,7 @@ class Round:
   def _measures(self, w, z, measured: bool) -> dict[str, Any]:
     measures: dict[str, Any] = {}
     for m in self._measure if measured else ():
-      measures.update(_consensus(w, z) if m == "consensus" else m(w, z))
+      measures.update(consensus_distances(w, z) if m == "consensus" else m(w, z))
     return measures
 
   def _bring(self, state: State) -> State:
@@ -494,17 +494,3 @@ class Round:
 
   def _check(self, params: PyTree, batches: PyTree) -> None:
     check_round(self.method, params, batches, self._workers.count, self._accumulate)
-
-
-def _stacked(tree: PyTree) -> PyTree:
-  """A leading axis of size 1, so that what differs from position to position can leave a program."""
-  return jax.tree.map(lambda x: x[None], tree)
-
-
-def _unstacked(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: x[0], tree)
-
-
-def _consensus(w: PyTree, z: PyTree) -> dict[str, jax.Array]:
-  return {"consensus_inner": measures.pairwise_squared_distance(w),
-          "consensus_outer": measures.pairwise_squared_distance(z)}

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict, config_flags
 
 import fgd_jax as fgd
-from fgd_jax import aot, data, distributed, export, faults, measure, models, resize
+from fgd_jax import aot, command, data, distributed, export, faults, measure, models, resize
 from fgd_jax import config as configs
 from fgd_jax.checkpoint import Checkpoints, Progress
 from fgd_jax.folder import LOCK_FILE, claimed, recognise_run, what_next, write_config, write_json
@@ -415,9 +415,9 @@ def make_evaluation(loss: Callable, heldout_NxBxL: np.ndarray, workers: fgd.Work
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    configs.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
+    command.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
   if not flags.FLAGS.workdir:
-    configs.refuse("--workdir is missing; give the folder for checkpoints, metrics and plots, such as --workdir=runs/a.")
+    command.refuse("--workdir is missing; give the folder for checkpoints, metrics and plots, such as --workdir=runs/a.")
   show_own_logs()
   distributed.heed_signals(lambda: what_next(flags.FLAGS.workdir))
   try:
@@ -448,5 +448,5 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", None, "Folder of the run (required); the same command resumes it.")
   flags.mark_flag_as_required("config")
   app.run(main, flags_parser=functools.partial(
-      configs.parse_flags,
+      command.parse_flags,
       usage="python -m fgd_jax.train --config=FILE[:key=value,...] --workdir=DIR; keys: configs/default.py"))

@@ -15,8 +15,7 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
-from fgd_jax import aot, methods
-from fgd_jax import config as configs
+from fgd_jax import aot, command, methods
 from fgd_jax.aot import table, targets
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, (
@@ -34,13 +33,13 @@ _XLA = flags.DEFINE_multi_string("xla", [], "XLA option KEY=VALUE, besides or in
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    configs.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
+    command.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
   config = flags.FLAGS.config
   options = {}
   for word in _XLA.value:
     key, equals, value = word.partition("=")
     if not equals:
-      configs.refuse(f"--xla={word} is not of the form KEY=VALUE.")
+      command.refuse(f"--xla={word} is not of the form KEY=VALUE.")
     options[key] = value
   try:
     topology, slices = str(_TOPOLOGY.value), _SLICES.value
@@ -71,6 +70,6 @@ if __name__ == "__main__":
       "configs/default.py can also be set by --config.KEY=VALUE. Methods: " + ", ".join(
           [*methods.METHODS, *methods.PRESETS]) + "."))
   flags.mark_flags_as_required(["config", "topology"])
-  app.run(main, flags_parser=functools.partial(configs.parse_flags, usage=(
+  app.run(main, flags_parser=functools.partial(command.parse_flags, usage=(
       "python -m fgd_jax.aot --config=FILE[:key=value,...] --topology=NAME [--slices=N] [--json]; topologies: "
       f"{targets.EXAMPLES}")))

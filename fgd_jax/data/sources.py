@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ def gather(source: Any, ids: np.ndarray) -> np.ndarray:
   return np.stack([np.asarray(source[int(i)], np.int32) for i in ids])
 
 
-class GatheredSource:
+class GatheredSource(abc.ABC):
   """A source whose `[i]` comes from its `gather`; subclasses set `_length` and write `gather`."""
 
   _length: int
@@ -39,8 +40,9 @@ class GatheredSource:
       raise IndexError(f"sequence {index} of {self._length}")
     return self.gather(np.array([index % self._length]))[0]
 
+  @abc.abstractmethod
   def gather(self, ids: np.ndarray) -> np.ndarray:
-    raise NotImplementedError
+    """The sequences `ids` [k]: int32 [k, seq_len + 1]."""
 
 
 class PackedTokens(GatheredSource):

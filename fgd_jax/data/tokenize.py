@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from absl import app, flags
 from tqdm import tqdm
 
-from fgd_jax import config as configs
+from fgd_jax import command
 from fgd_jax.data import records, text
 
 _INPUT = flags.DEFINE_string(
@@ -49,9 +49,9 @@ def _progress(documents: Iterable[text.Document], what: str, total: int | None) 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    configs.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
+    command.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
   if _TRAIN.value and flags.FLAGS["tokenizer"].present:
-    configs.refuse("--tokenizer and --train_tokenizer exclude each other; give one of them.")
+    command.refuse("--tokenizer and --train_tokenizer exclude each other; give one of them.")
   try:
     meta = records.write_folder(
       _INPUT.value,
@@ -79,5 +79,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=functools.partial(configs.parse_flags, usage=(
+  app.run(main, flags_parser=functools.partial(command.parse_flags, usage=(
     "python -m fgd_jax.data.tokenize --input=FOLDER --output=FOLDER --seq_len=N [--tokenizer=FILE | --train_tokenizer=N]")))

@@ -26,7 +26,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402  (after the environment)
 
-from fgd_jax import config as configs  # noqa: E402
+from fgd_jax import command  # noqa: E402
 from fgd_jax.decoupled.address import authenticate  # noqa: E402
 from fgd_jax.decoupled.options import POLICIES, environment  # noqa: E402
 from fgd_jax.quarantine import NonFiniteError  # noqa: E402
@@ -72,9 +72,9 @@ def _show(summary: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    raise app.UsageError(f"Unexpected argument {argv[1]!r}; all options start with --.")
+    command.refuse(f"Unexpected argument {argv[1]!r}; all options start with --.")
   if not flags.FLAGS.workdir:
-    raise app.UsageError("--workdir=DIR is needed: the folder for checkpoints, metrics and events.")
+    command.refuse("--workdir is missing; give the folder for checkpoints, metrics and events, such as --workdir=runs/a.")
   show_own_logs()
   config, workdir, count = flags.FLAGS.config, flags.FLAGS.workdir, flags.FLAGS.join
   try:
@@ -131,4 +131,4 @@ if __name__ == "__main__":
   flags.DEFINE_boolean("replay", False, "Compute the run in --workdir once more from its tape, and compare.")
   flags.DEFINE_boolean("json", False, "Print the summary as JSON.")
   flags.mark_flag_as_required("config")
-  app.run(main, flags_parser=functools.partial(configs.parse_flags, usage=USAGE))
+  app.run(main, flags_parser=functools.partial(command.parse_flags, usage=USAGE))

@@ -26,6 +26,11 @@ def pairwise_squared_distance(stack: PyTree) -> jax.Array:
   return sum((_leaf(x) for x in jax.tree.leaves(stack)), jnp.zeros(()))
 
 
+def consensus_distances(w: PyTree, z: PyTree) -> dict[str, jax.Array]:
+  """The mean squared distance of two workers at the end of the inner phase, w [M, ...], and after the outer step, z."""
+  return {"consensus_inner": pairwise_squared_distance(w), "consensus_outer": pairwise_squared_distance(z)}
+
+
 def by_block(stack: PyTree, block_of: Callable[[str], str], path_of: Callable[[Any], str]) -> dict[str, jax.Array]:
   """`pairwise_squared_distance` for each block of parameters.
 

@@ -27,3 +27,13 @@ def finite_rows(stack: PyTree) -> jax.Array:
   finite = [jnp.isfinite(x).reshape(x.shape[0], -1).all(axis=1) for x in jax.tree.leaves(stack)
             if jnp.issubdtype(x.dtype, jnp.inexact)]
   return jnp.stack(finite).all(axis=0)
+
+
+def one_row(tree: PyTree) -> PyTree:
+  """A stack of one row, so that what differs from position to position can leave a program."""
+  return jax.tree.map(lambda x: x[None], tree)
+
+
+def only_row(stack: PyTree) -> PyTree:
+  """The tree in a stack of one row."""
+  return jax.tree.map(lambda x: x[0], stack)

@@ -172,7 +172,7 @@ def load_config(text: str) -> Any:
   Raises:
     ValueError: one sentence, whatever goes wrong while the file runs.
   """
-  from fgd_jax.config import refuse_missing_file
+  from fgd_jax.command import refuse_missing_file
   path, _, settings = text.partition(":")
   refuse_missing_file(text)
   try:
