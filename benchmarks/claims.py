@@ -82,8 +82,12 @@ def curve_at(run: dict[str, Any], total: float) -> tuple[list[float], list[float
   return [total * p["round"] / curve[-1]["round"] / 3600 for p in curve], [p["eval_loss"] for p in curve]
 
 
-def arguments(doc: str | None, seeds: int | None = None, full: int | None = None) -> argparse.Namespace:
-  """The command line: out, full, jobs, and `final`, the paired seeds 1, 2, ... (by default so many, with --full `full`)."""
+def arguments(doc: str | None, seeds: int | None = None, full: int | None = None, **switches: str) -> argparse.Namespace:
+  """The command line: out, full, jobs, and `final`, the paired seeds 1, 2, ... (by default so many, with --full `full`).
+
+  Args:
+    switches: further flags that are on or off, with their help.
+  """
   p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
   p.add_argument("--out", default=os.path.join(trials.ROOT, "docs/claims"), help="folder of runs, tables and figures; the "
                  "same folder goes on where it stopped (default docs/claims)")
@@ -91,6 +95,8 @@ def arguments(doc: str | None, seeds: int | None = None, full: int | None = None
   p.add_argument("--jobs", type=int, default=2, help="trainings at a time, each on one core")
   if seeds is not None:
     p.add_argument("--seeds", type=int, help=f"paired seeds of the main table, at least 2 (default {seeds}, full {full})")
+  for name, text in switches.items():
+    p.add_argument(f"--{name}", action="store_true", help=text)
   args = p.parse_args()
   if seeds is not None:
     count = args.seeds or (full if args.full else seeds)

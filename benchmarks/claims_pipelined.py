@@ -9,14 +9,13 @@ Registered before the first run:
   rule        with d the paired difference in held-out loss to tuned DiLoCo and its 95 % interval: "better" where this lies
               below 0, "as good" where it lies below +0.010 nats (a quarter or less of what the variants of FGD lose
               in docs/compare), "behind" where it lies above 0 and is not as good, else "not resolved"
-  cells       one thing changed at a time, three paired seeds each: M = 4, 16; H = 10, 50, 100; int8 and E3M0 payloads; 5 %
-              of the exchanges fail; 0.9M parameters; three times the tokens (--full: and 4M parameters)
+  cells       one thing changed at a time: claims_cells.py
   attempts    what might beat it, tuned and trained like everything else: the worker's own outer step as the guess, fragments
               of layers, isotropic outer gradients on landing (Iso-C)
 
-Writes pipelined.csv (final), pipelined_cells.csv, pipelined_hours.csv (simulated hours at 50, 100, 200 Mbit/s and 1 Gbit/s,
-scaled as in claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. By estimate 55 minutes on two
-idle cores after claims_order.py, with which it shares runs; --full (three tuning seeds, 16 seeds, eight a cell): five hours.
+Writes pipelined.csv (final) and pipelined_hours.csv (simulated hours at 50, 100, 200 Mbit/s and 1 Gbit/s, scaled as in
+claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. About 30 minutes on two idle cores after
+claims_order.py, with which it shares runs; --full (three tuning seeds, 16 seeds): by estimate two hours.
 """
 
 from __future__ import annotations
@@ -44,22 +43,7 @@ METHODS = {
                                       trials.outer((0.9, 1.8, 2.7), (0.3, 0.6))),
     "IsoLoCo (blocking)": Entry("isoloco", "", trials.outer((0.9, 1.8, 2.7), (0.3, 0.6))),
 }
-COMPARED = ("DiLoCo", "GlobalM1LocalM2", "Pipelined, P = 10", "Pipelined, layers, Iso-C")  # in every cell
 RATES = {"50 Mbit/s": 0.5, "100 Mbit/s": 1.0, "200 Mbit/s": 2.0, "1 Gbit/s": 10.0}
-
-
-def cells(full: bool) -> dict[str, tuple[str, str, tuple[str, ...]]]:
-  """Settings, further words and methods of every cell."""
-  some, pipelined = claims.settings, COMPARED[2:]
-  out = {
-      "M = 4": (some(workers=4), "", COMPARED), "M = 16": (some(workers=16), "", COMPARED),
-      "H = 10": (some(inner_steps=10), "", COMPARED), "H = 50": (some(inner_steps=50), "", COMPARED),
-      "H = 100": (some(inner_steps=100), "", COMPARED),
-      "int8": (some(), "method.codec=int8,method.error_feedback=True", pipelined),
-      "E3M0": (some(), "method.codec=e3m0,method.error_feedback=True", pipelined),
-      "5 % fail": (some(), "faults.drop=0.05", ("GlobalM1LocalM2", *pipelined)),
-      "0.9M": (some(model="0.9M"), "", COMPARED), "3 x tokens": (some(tokens=3 * claims.TOKENS), "", COMPARED)}
-  return {**out, "4M": (some(model="4M", tokens=5 * claims.TOKENS), "", COMPARED)} if full else out
 
 
 def main() -> None:
@@ -68,8 +52,7 @@ def main() -> None:
   words = {name: entry.words(claims.settings(), setting[name]) for name, entry in METHODS.items()}
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "final")
   print(final(args, setting, words, done), "\n")
-  print(hours(args, words, done), "\n")
-  print(table_of_cells(args, setting))
+  print(hours(args, words, done))
 
 
 def verdict(mean: float, half: float) -> str:
@@ -120,29 +103,6 @@ def hours(args: argparse.Namespace, words: dict[str, str], done) -> str:
   claims.write_csv(os.path.join(args.out, "pipelined_hours.csv"),
                    ("bandwidth", "method", "utilization", "hours", "loss"), rows)
   return trials.markdown(("simulated hours (utilisation)", *RATES), list(table.values()))
-
-
-def table_of_cells(args: argparse.Namespace, setting: dict[str, str]) -> str:
-  """Trains the cells; writes pipelined_cells.csv and .png; returns the table of differences to DiLoCo in the same cell."""
-  seeds, base = args.final[:8 if args.full else 3], claims.settings()
-  words = {(cell, name): ",".join(filter(None, (METHODS[name].words(settings, setting[name]), more)))
-           for cell, (settings, more, names) in cells(args.full).items() for name in names}
-  plain = {cell: METHODS["DiLoCo"].words(settings, setting["DiLoCo"])
-           for cell, (settings, _, _) in cells(args.full).items()}
-  words |= {("M = 8, H = 20", name): METHODS[name].words(base, setting[name]) for name in COMPARED}
-  plain["M = 8, H = 20"] = words["M = 8, H = 20", "DiLoCo"]
-  done = trials.runs(claims.store(args), [(w, seeds) for w in [*words.values(), *plain.values()]], args.jobs, "cells")
-  gaps = {key: difference(done, w, plain[key[0]], seeds) for key, w in words.items() if key[1] != "DiLoCo"}
-  claims.write_csv(os.path.join(args.out, "pipelined_cells.csv"),
-                   ("cell", "method", "seeds", "loss", "minus_diloco", "minus_diloco_ci95", "verdict"),
-                   [[cell, name, len(seeds), trials.interval([done[words[cell, name], s]["eval_loss"] for s in seeds])[0],
-                     *gap, verdict(*gap)] for (cell, name), gap in gaps.items()])
-  order = list(dict.fromkeys(cell for cell, _ in gaps))
-  plot(os.path.join(args.out, "pipelined_cells.png"), "held-out loss minus DiLoCo's in the same cell, nats (95 % interval)",
-       {cell: {name: gaps[cell, name] for name in COMPARED if (cell, name) in gaps} for cell in order})
-  show = lambda key: f"{gaps[key][0]:+.3f} ± {gaps[key][1]:.3f}" if key in gaps else ""
-  return trials.markdown(("minus DiLoCo", *COMPARED[1:]),
-                         [[cell, *(show((cell, name)) for name in COMPARED[1:])] for cell in order])
 
 
 def plot(path: str, label: str, gaps: dict[str, dict[str, tuple[float, float]]]) -> None:

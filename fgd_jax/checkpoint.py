@@ -182,13 +182,14 @@ def unreadable(folder: Any, step: int, error: Exception,
 def refuse_other_config(config: ConfigDict, saved: dict[str, Any], where: str) -> None:
   """Raises ConfigMismatchError for the first key in which `config` contradicts the saved keys.
 
-  `rounds` may change where the learning rate does not depend on it (inner.schedule=constant), and where the number of
-  workers changes, so may the keys that depend on it. A key that is newer than the saved run counts as having had its
-  default there.
+  `rounds` may change where no learning rate depends on it (inner.schedule=constant, no method.outer_schedule), and where
+  the number of workers changes, so may the keys that depend on it. A key that is newer than the saved run counts as having
+  had its default there.
   """
   now, defaults = flat(config), flat(default())
   was = lambda key: saved.get(key, defaults.get(key))
-  free = FREE_KEYS + (("rounds",) if config.inner.schedule == "constant" else ())
+  steady = config.inner.schedule == "constant" and config.method.outer_schedule in (None, "constant")
+  free = FREE_KEYS + (("rounds",) if steady else ())
   free += WORKER_KEYS if now["workers"] != was("workers") else ()
   for key in sorted(set(now) | set(saved)):
     if key not in free and now.get(key) != was(key):

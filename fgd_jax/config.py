@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
@@ -16,6 +17,7 @@ from ml_collections import ConfigDict
 from fgd_jax import methods, netsim, overlap, sharding
 from fgd_jax.arguments import check_quarantine, shares
 from fgd_jax.default_config import get_config as default
+from fgd_jax.methods.base import Outer
 from fgd_jax.mixing import path_of
 from fgd_jax.models import LlamaConfig
 from fgd_jax.round import Round
@@ -304,10 +306,31 @@ def make_method(config: ConfigDict) -> methods.Method:
     if "fragments" in options:
       raise ValueError("method.fragments and method.fragment_patterns say the same; give one of them.")
     options["fragments"] = options.pop("fragment_patterns").split(";")
+  over_rounds = {k: options.pop(k) for k in ("outer_schedule", "outer_warmup_rounds") if k in options}
   try:
-    return methods.make(config.method.name, **options)
+    method = methods.make(config.method.name, **options)
+    return _scheduled(method, config, **over_rounds) if over_rounds else method
   except ValueError as e:
     raise ValueError(f"method: {e}") from e
+
+
+def _scheduled(method: methods.Method, config: ConfigDict, outer_schedule: str = "constant", outer_warmup_rounds: int = 0
+               ) -> methods.Method:
+  """The method with an outer learning rate that changes over the rounds of the config."""
+  if not isinstance(method, Outer):
+    raise ValueError(f"outer_schedule and outer_warmup_rounds have no effect with {config.method.name!r}, which has no "
+                     "outer learning rate; leave them out.")
+  named = with_options("outer_schedule", outer_schedule)
+  shape, options = (named, {}) if isinstance(named, str) else named
+  end = options.pop("end", 0.0)
+  share = isinstance(end, (int, float)) and 0 <= end <= 1
+  if shape not in ("constant", "cosine", "linear") or options or not share or shape == "constant" and end:
+    raise ValueError(f"outer_schedule={outer_schedule!r} must be 'constant', 'cosine' or 'linear', the latter two with an "
+                     "end from 0 to 1 (of outer_lr) if wanted, as in 'cosine:end=0.1'.")
+  if not 0 <= outer_warmup_rounds < config.rounds:
+    raise ValueError(f"outer_warmup_rounds={outer_warmup_rounds} must be at least 0 and less than rounds={config.rounds}.")
+  lr, _ = method.lr_and_momentum
+  return dataclasses.replace(method, outer_lr=schedule(lr, config.rounds, shape, end, outer_warmup_rounds))
 
 
 def with_options(key: str, text: str) -> Any:
@@ -334,11 +357,19 @@ def make_schedule(config: ConfigDict) -> optax.Schedule:
   """Learning rate by inner step, counted over the whole run (it does not restart in a round)."""
   inner, steps = config.inner, config.rounds * config.inner_steps
   warmup = inner.warmup_steps if inner.schedule == "constant" else min(inner.warmup_steps, steps - 1)
-  after = (optax.constant_schedule(inner.lr) if inner.schedule == "constant" else
-           optax.cosine_decay_schedule(inner.lr, max(steps - warmup, 1), alpha=inner.end_lr_fraction))
+  return schedule(inner.lr, steps, inner.schedule, inner.end_lr_fraction, warmup)
+
+
+def schedule(peak: float, steps: int, shape: str, end: float, warmup: int) -> optax.Schedule:
+  """A linear warm-up to `peak`, then a constant value or a decay (cosine, linear) that would reach `end` times the peak
+  after the last of all `steps`."""
+  left = max(steps - warmup, 1)
+  after = (optax.constant_schedule(peak) if shape == "constant" else
+           optax.cosine_decay_schedule(peak, left, alpha=end) if shape == "cosine" else
+           optax.linear_schedule(peak, end * peak, left))
   if not warmup:
     return after
-  return optax.join_schedules([optax.linear_schedule(inner.lr / (warmup + 1), inner.lr, warmup), after], [warmup])
+  return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup])
 
 
 def make_inner_optimizer(config: ConfigDict) -> optax.GradientTransformation:

@@ -21,6 +21,7 @@ OPTIONS = {"streaming_diloco": {"fragments": 2, "order": "flat", "delay": 1}, "p
 VARIANTS = {"diloco, topk": ("diloco", {"codec": "topk"}), "GlobalM1, int4": ("GlobalM1", {"codec": "int4"}),
             "GlobalM1, recovered": ("GlobalM1", {"momentum": "recovered"}),
             "diloco, dare": ("diloco", {"aggregator": "dare"}),
+            "streaming, schedule": ("streaming_diloco", {"fragments": 1, "outer_lr": optax.linear_schedule(0.7, 0.1, 3)}),
             "pipelined, e3m0": ("pipelined_diloco", {"fragments": 1, "guess": "own", "error_feedback": True,
                                                      "codec": ("e3m0", {"stochastic": True})})}
 METHODS = [name for name in [*fgd.methods.METHODS, *fgd.methods.PRESETS, *VARIANTS] if name != "fgd"]

@@ -87,6 +87,14 @@ def test_bad_variants_are_named(arg, words):
     ("method=fgd,method.mix1=random_groups:group_size=3", ["group_size=3", "workers=4"]),
     ("method.outer_momentum=1.0", ["outer_momentum=1.0"]),
     ("method.outer_lr=-1", ["outer_lr=-1.0"]),
+    ("method.outer_schedule=cosin", ["outer_schedule='cosin'", "'cosine'"]),
+    ("method.outer_schedule=cosine:end=2", ["cosine:end=2", "from 0 to 1"]),
+    ("method.outer_schedule=cosine:end=low", ["cosine:end=low", "from 0 to 1"]),
+    ("method.outer_schedule=cosine:start=1", ["cosine:start=1", "end"]),
+    ("method.outer_schedule=constant:end=0.5", ["constant:end=0.5", "latter two"]),
+    ("rounds=5,method.outer_warmup_rounds=5", ["outer_warmup_rounds=5", "rounds=5"]),
+    ("method=noloco,method.outer_schedule=cosine", ["outer_schedule", "'noloco'"]),
+    ("method=GlobalM1,method.momentum=recovered,method.outer_schedule=cosine", ["recovered", "schedule"]),
     ("mesh.worker=0", ["mesh.worker=0"]),
     ("mesh.fsdp=3", ["mesh.fsdp=3", "batch_size=4"]),
     ("inner.lr=nan", ["inner.lr", "finite"]),
@@ -128,6 +136,22 @@ def test_learning_rate_runs_over_the_whole_run():
   assert float(schedule(100)) == pytest.approx(0.1)  # end_lr_fraction
   constant = configs.make_schedule(get_config("inner.schedule=constant,inner.warmup_steps=0,inner.lr=0.5"))
   assert float(constant(0)) == float(constant(10**6)) == 0.5
+
+
+def test_outer_learning_rate_runs_over_the_rounds():
+  def lr(words, r):
+    method = configs.make_method(get_config(f"rounds=10,method=diloco,{words}"))
+    return float(method.outer_lr(r))
+
+  cosine = "method.outer_lr=0.8,method.outer_schedule=cosine:end=0.25"
+  for r, part in [(0, 1.0), (5, 0.5), (10, 0.0)]:
+    assert lr(cosine, r) == pytest.approx(0.8 * (0.25 + 0.75 * part))
+  assert lr("method.outer_schedule=linear", 5) == pytest.approx(0.35)  # half of diloco's default, 0.7
+  warmed = "method.outer_lr=1.0,method.outer_schedule=linear,method.outer_warmup_rounds=4"
+  for r, expected in [(0, 0.2), (2, 0.6), (4, 1.0), (7, 0.5), (10, 0.0)]:
+    assert lr(warmed, r) == pytest.approx(expected, abs=1e-7)
+  assert lr("method.outer_warmup_rounds=1", 0) == pytest.approx(0.35)
+  assert lr("method.outer_warmup_rounds=1", 9) == pytest.approx(0.7)
 
 
 def test_weight_decay_is_chosen_by_path_so_stacked_layers_decay_alike():

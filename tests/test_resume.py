@@ -29,7 +29,8 @@ PARAMS = {"embed": jnp.linspace(-1, 1, 12).reshape(4, 3), "layers_0": {"b": jnp.
 OPTIONS = {"streaming_diloco": {"fragments": 2, "order": "flat", "delay": 1}, "pipelined_diloco": {"fragments": 2},
            "eager_diloco": {"delay": 2}, "isoloco": {"aggregator_options": {"exclude": "embed"}}}
 VARIANTS = {"diloco, topk": ("diloco", {"codec": "topk"}), "GlobalM1, int4": ("GlobalM1", {"codec": "int4"}),
-            "GlobalM1, recovered": ("GlobalM1", {"momentum": "recovered"})}
+            "GlobalM1, recovered": ("GlobalM1", {"momentum": "recovered"}),
+            "LocalM1M2, schedule": ("LocalM1M2", {"outer_lr": optax.linear_schedule(0.7, 0.1, 3)})}
 METHODS = [name for name in [*fgd.methods.METHODS, "LocalM1M2", *VARIANTS] if name != "fgd"]
 
 
@@ -355,6 +356,18 @@ def test_keys_that_depend_on_workers_change_with_them_alone():
     checkpoint.refuse_other_config(get_config("method.name=gasloc,method.inner_steps=20;20;20;5"), saved, "the run")
   with pytest.raises(checkpoint.ConfigMismatchError, match="batch_size=2 contradicts"):
     checkpoint.refuse_other_config(get_config("workers=2,batch_size=2"), saved, "the run")
+
+
+@pytest.mark.parametrize("words, may", [("inner.schedule=constant", True), ("", False),
+                                        ("inner.schedule=constant,method.outer_schedule=cosine", False),
+                                        ("inner.schedule=constant,method.outer_warmup_rounds=2", True)])
+def test_more_rounds_where_no_learning_rate_depends_on_them(words, may):
+  saved = trainer.configs.flat(get_config(f"method=diloco,rounds=20,{words}"))
+  more = get_config(f"method=diloco,rounds=30,{words}")
+  if may:
+    return checkpoint.refuse_other_config(more, saved, "the run")
+  with pytest.raises(checkpoint.ConfigMismatchError, match="rounds=30 contradicts"):
+    checkpoint.refuse_other_config(more, saved, "the run")
 
 
 def test_flat_configs_come_back():
