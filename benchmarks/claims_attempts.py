@@ -29,6 +29,7 @@ from claims_pipelined import LAYERS, METHODS, plot, verdict
 from trials import Entry
 
 COSINE, ISO, P20 = "method.outer_schedule=cosine", "method.aggregator=iso_c", "method.fragments=20"
+TENSORS = "method.fragments=10,method.order=balanced"
 AROUND, BEYOND = trials.outer((1.8, 2.7, 4.0), (0.3, 0.6)), trials.outer((2.7, 4.0, 6.0), (0.6, 0.8))
 ENDS, LAYER = "^(embed|final_norm|lm_head)/", "^layers_{}/".format
 # P = 5. Freshest at the end of a round: fragment 0, then 4, 3, 2, 1.
@@ -39,7 +40,7 @@ ATTEMPTS = {
     "Pipelined, P = 20, cosine": Entry("pipelined_diloco", f"{P20},{COSINE}", claims.HIGH),
     "Pipelined, P = 20, momenta": Entry("pipelined_diloco", P20, trials.outer((0.7,), (0.0, 0.15, 0.45))),
     "Pipelined, layers, Iso-C, greater steps": Entry("pipelined_diloco", f"{LAYERS},{ISO}", BEYOND),
-    "Pipelined, tensors, P = 10, Iso-C": Entry("pipelined_diloco", f"method.fragments=10,method.order=balanced,{ISO}", AROUND),
+    "Pipelined, tensors, P = 10, Iso-C": Entry("pipelined_diloco", f"{TENSORS},{ISO}", AROUND),
     "Streaming, delay 1, Iso-C": Entry("streaming_diloco", f"{LAYERS},method.delay=1,method.blend=0.0,{ISO}", AROUND),
     "IsoLoCo (blocking), greater steps": Entry("isoloco", "", BEYOND),
 }
@@ -71,7 +72,8 @@ def table(args: argparse.Namespace, setting: dict[str, str]) -> str:
     lines.append([name, chosen, f"{loss:.3f} ± {loss_half:.3f}", "" if name == "DiLoCo" else f"{gap:+.4f} ± {half:.4f}",
                   decided, f"{blocking:.2f}"])
   claims.write_csv(os.path.join(args.out, "attempts.csv"), (
-      "method", "setting", "seeds", "loss", "loss_ci95", "minus_diloco", "minus_diloco_ci95", "verdict", "MB_blocking"), rows)
+      "method", "setting", "seeds", "loss", "loss_ci95", "minus_diloco", "minus_diloco_ci95", "verdict", "MB_blocking"),
+                   rows)
   plot(os.path.join(args.out, "attempts.png"), "held-out loss minus DiLoCo's, nats (95 % interval)",
        {row[0]: {"": (row[5], row[6])} for row in rows if row[0] != "DiLoCo"})
   return trials.markdown(("method", "tuned", "held-out loss", "minus DiLoCo", "rule", "MB blocking"), lines)
