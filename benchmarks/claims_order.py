@@ -6,8 +6,9 @@ Outer learning rate and momentum (data_parallel: the inner learning rate) are tu
 seed 101, at M = 8 and H = 20; then it is trained on paired seeds, and, as tuned there, with other M and H on equally many
 tokens. Besides the paper's subset stands the one of equal bytes that `fgd_jax.report.sensitivity` picks at the end of such
 a run. Writes order.csv and .png (the variants, with 95 % intervals of the paired difference to DiLoCo; loss against
-simulated hours at the bandwidth at which DiLoCo computes 36 % of its time) and order_trend.csv and .png. About 35 minutes
-on two idle cores; --full (three tuning seeds, 12 seeds, six for each trend) by estimate an hour and a half.
+simulated hours at the bandwidth at which DiLoCo computes 36 % of its time), order_hours.csv (against DiLoCo trained for
+those hours alone, so that its learning rate has decayed, too), and order_trend.csv and .png. About 40 minutes on two idle
+cores; --full (three tuning seeds, 12 seeds, six for each trend) by estimate an hour and a half.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> None:
   words = {name: entry.words(claims.settings(), setting[name]) for name, entry in METHODS.items()}
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "order")
   print(order(args, setting, words, done), "\n")
+  print(equal_hours(args, setting, words), "\n")
   print(trend(args, setting))
 
 
@@ -91,6 +93,32 @@ def plot(path: str, rows, words: dict[str, str], done, seeds: list[int], bandwid
   for axes in (left, right):
     axes.grid(alpha=0.3)
   figure.savefig(path, dpi=120)
+
+
+def equal_hours(args: argparse.Namespace, setting: dict[str, str], words: dict[str, str]) -> str:
+  """Trains DiLoCo for as many rounds as it computes in each variant's hours, its cosine ending there; writes
+  order_hours.csv; returns the table of differences."""
+  bandwidth = claims.like_100_mbps(words["DiLoCo"])
+  hours = {name: claims.seconds(w, f"{bandwidth}Mbps")[0] for name, w in words.items()}
+  whole = trials.config_of(words["DiLoCo"]).rounds
+  shorter, rounds = {}, {}
+  for name in words:
+    if name not in ("DiLoCo", "data_parallel"):
+      rounds[name] = max(1, round(whole * hours[name] / hours["DiLoCo"]))
+      base = claims.settings(tokens=claims.TOKENS * rounds[name] // whole)
+      shorter[name] = claims.METHODS["DiLoCo"].words(base, setting["DiLoCo"])
+  done = trials.runs(claims.store(args), [(w, args.final) for w in shorter.values()], args.jobs, "equal hours")
+  rows = []
+  for name, w in shorter.items():
+    losses = [done[w, s]["eval_loss"] for s in args.final]
+    gap = trials.interval([done[words[name], s]["eval_loss"] - x for s, x in zip(args.final, losses)])
+    rows.append([name, hours[name] / 3600, rounds[name], len(losses), *trials.interval(losses), *gap])
+  claims.write_csv(os.path.join(args.out, "order_hours.csv"), (
+      "method", "hours", "diloco_rounds", "seeds", "diloco_loss", "diloco_loss_ci95", "minus_diloco", "minus_diloco_ci95"),
+                   rows)
+  return trials.markdown(("method", "simulated hours", "DiLoCo's rounds", "DiLoCo's loss", "minus DiLoCo"), [
+      [name, f"{h:.2f}", f"{r} of {whole}", f"{loss:.3f} ± {half:.3f}", f"{gap:+.3f} ± {gap_half:.3f}"]
+      for name, h, r, _, loss, half, gap, gap_half in rows])
 
 
 def trend(args: argparse.Namespace, setting: dict[str, str]) -> str:

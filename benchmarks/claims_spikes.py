@@ -7,14 +7,14 @@ measures after every round the workers' mean held-out loss, and at the end of it
 short (H = 10), the inner learning rate stays constant after its warm-up, so that the distances do not fall with it.
 
 A *spike* is a round whose loss is above the least loss so far by more than `RISE` nats, after a round that was not. A
-*warning* is a distance above its own median of the five rounds before. Reported for each distance: the area under the ROC
-curve (0.5: no better than chance) of log(distance / median of the five rounds before) as a sign that the loss rises by more
-than RISE / 2 within the next three rounds; the correlation of the distance's change in a round with the loss's change k
-rounds later, k = -3 to 3; and the lead, the median number of rounds from the first warning of at least 1.2 times the
-median, at most five rounds before it, to the spike. *Tracks* (added after a first look at the curves) is the correlation of
-log(distance / median of the five rounds before) with the loss minus its median of these rounds, in the same round. Writes
-spikes.csv (all rounds), spikes_summary.csv, spikes.png. About 8 minutes on two busy cores;
---full (six seeds, rounds twice as many) six times as long.
+distance is *raised* by its ratio to its own median of the five rounds before, and a *warning* is a ratio above 1.2. Reported
+for each distance: the correlation r of log(ratio) with the loss minus its median of the five rounds before, in the same
+round and 1 to 3 rounds later; the median ratio where a spike begins; the area under the ROC curve (0.5: no better than
+chance) of the ratio as a sign that the loss rises by more than RISE / 2 within the next three rounds; the share of spikes
+with a warning in the five rounds before, and of all rounds with one (chance); and the lead, the median number of rounds from
+the first of these warnings to the spike (0: none). r and the ratio at spikes were added after a first look at the curves.
+Writes spikes.csv (all rounds), spikes_summary.csv, spikes.png. About 8 minutes on two busy cores; --full (six seeds, rounds
+twice as many) six times as long.
 """
 
 from __future__ import annotations
@@ -101,24 +101,23 @@ def lead(curve: dict[str, np.ndarray], key: str) -> list[int]:
   return [next(iter(warned(r)), 0) for r in spikes(curve["loss"])]
 
 
-def correlations(curves: list[dict[str, np.ndarray]], key: str) -> list[float]:
-  """Of the change of log distance in a round with the change of the loss k rounds later, k = -AHEAD to AHEAD."""
-  out = []
-  for k in range(-AHEAD, AHEAD + 1):
-    pairs: list[tuple[float, float]] = []
-    for c in curves:
-      d, l = np.diff(np.log(c[key])), np.diff(c["loss"])
-      both = ((d[r], l[r + k]) for r in range(len(d)) if 0 <= r + k < len(l))
-      pairs += [pair for pair in both if np.all(np.isfinite(pair))]
-    x, y = np.array(pairs).T
-    out.append(float(np.corrcoef(x, y)[0, 1]))
-  return out
+def at_spikes(curves: list[dict[str, np.ndarray]], key: str) -> float:
+  """Median, over the rounds in which a spike begins, of the distance over its recent median."""
+  values = [raised(c[key])[r] for c in curves for r in spikes(c["loss"])]
+  return float(np.exp(np.median(values))) if values else float("nan")
 
 
-def tracks(curves: list[dict[str, np.ndarray]], key: str) -> float:
-  """Correlation, in the same round, of what distance and loss are above their recent medians."""
-  x = np.concatenate([raised(c[key])[BACK:] for c in curves])
-  above = lambda loss: [loss[r] - np.median(loss[r - BACK:r]) for r in range(BACK, len(loss))]
+def by_chance(curves: list[dict[str, np.ndarray]], key: str) -> float:
+  """Share of all rounds in whose BACK rounds before there is a warning, so what `lead` would find by chance."""
+  scores = [raised(c[key]) for c in curves]
+  seen = [np.any(s[r - BACK:r] > np.log(WARNING)) for s in scores for r in range(2 * BACK, len(s))]
+  return float(np.mean(seen))
+
+
+def tracks(curves: list[dict[str, np.ndarray]], key: str, later: int = 0) -> float:
+  """Correlation of what a distance is above its recent median with what the loss is above its own, `later` rounds later."""
+  x = np.concatenate([raised(c[key])[BACK:len(c[key]) - later] for c in curves])
+  above = lambda loss: [loss[r] - np.median(loss[r - BACK:r]) for r in range(BACK + later, len(loss))]
   y = np.concatenate([above(c["loss"]) for c in curves])
   both = np.isfinite(x) & np.isfinite(y)
   return float(np.corrcoef(x[both], y[both])[0, 1])
@@ -129,16 +128,15 @@ def summary(curves: dict[tuple[str, int], dict[str, np.ndarray]], args: argparse
   rows = []
   for name in [*CASES, "all"]:
     chosen = [c for (case, _), c in curves.items() if name in (case, "all")]
-    row: list[Any] = [name, sum(len(spikes(c["loss"])) for c in chosen)]
     for key in ("js", "l2"):
-      parts = [alarms(c, key) for c in chosen]
-      leads = [k for c in chosen for k in lead(c, key)]
-      lags = correlations(chosen, key)
-      row += [tracks(chosen, key), auc(np.concatenate([s for s, _ in parts]), np.concatenate([l for _, l in parts])),
-              float(np.median(leads)) if leads else float("nan"), max(lags), int(np.argmax(lags)) - AHEAD]
-    rows.append(row)
-  head = ["runs", "spikes", *(f"{key} {what}" for key in ("JS", "L2")
-                              for what in ("tracks", "AUC", "lead", "best correlation", "at lag"))]
+      parts, leads = [alarms(c, key) for c in chosen], [k for c in chosen for k in lead(c, key)]
+      rows.append([
+          name, len(leads), key.upper(), *(tracks(chosen, key, k) for k in range(AHEAD + 1)), at_spikes(chosen, key),
+          auc(np.concatenate([s for s, _ in parts]), np.concatenate([l for _, l in parts])),
+          float(np.mean([k > 0 for k in leads])) if leads else float("nan"), by_chance(chosen, key),
+          float(np.median(leads)) if leads else float("nan")])
+  head = ("runs", "spikes", "distance", "r, same round", *(f"r, {k} later" for k in range(1, AHEAD + 1)), "at spikes", "AUC",
+          "warned", "by chance", "lead")
   claims.write_csv(os.path.join(args.out, "spikes_summary.csv"), head, rows)
   show = lambda x: "-" if isinstance(x, float) and x != x else f"{x:.2f}" if isinstance(x, float) else x
   return trials.markdown(head, [[show(cell) for cell in row] for row in rows])

@@ -102,19 +102,13 @@ def test_spikes_warnings_and_leads_by_hand():
   assert np.all(np.isnan(c.raised(distance)[:5]))
   assert c.lead({"loss": loss, "js": distance}, "js") == [2, 1]
   assert c.auc(np.array([3.0, 1.0, 2.0, 1.0]), np.array([True, True, False, False])) == (1 + 1 + 0 + 0.5) / 4
+  curve = {"loss": loss, "js": distance}
+  assert c.by_chance([curve], "js") == 2 / 3  # of rounds 10, 11, 12: round 5 stands before the first, 11 before the last
+  distance[7], distance[12] = 3.0, 0.5
+  assert c.at_spikes([curve], "js") == pytest.approx(np.sqrt(3 * 0.5))  # over medians of 1
 
 
-def test_correlation_finds_the_lag():
-  import claims_spikes as c
-
-  rng = np.random.default_rng(0)
-  steps = rng.normal(size=200)
-  curve = {"js": np.exp(np.cumsum(steps)), "loss": np.concatenate([[0, 0], np.cumsum(steps)])[:200]}
-  lags = c.correlations([curve], "js")
-  assert np.argmax(lags) - c.AHEAD == 2 and lags[np.argmax(lags)] == pytest.approx(1)  # the loss follows two rounds later
-
-
-def test_tracking_is_of_the_same_round():
+def test_tracking_finds_its_round():
   import claims_spikes as c
 
   rng = np.random.default_rng(0)
@@ -125,6 +119,8 @@ def test_tracking_is_of_the_same_round():
     distance[r] = np.exp(above[r - c.BACK]) * np.median(distance[r - c.BACK:r])
   assert c.tracks([{"js": distance, "loss": loss}], "js") == pytest.approx(1)
   assert abs(c.tracks([{"js": np.roll(distance, 7), "loss": loss}], "js")) < 0.3
+  two_later = {"js": distance[2:], "loss": loss[:-2]}  # the distance moves two rounds before the loss
+  assert c.tracks([two_later], "js", 2) > 0.98 and abs(c.tracks([two_later], "js")) < 0.3
 
 
 @pytest.mark.parametrize("method, factor", [

@@ -160,7 +160,8 @@ class Outer(Compressed):
   """Options of methods with an outer optimizer.
 
   Args:
-    outer_lr, outer_momentum: of Nesterov SGD; lr may be an optax schedule over rounds. None: the method's default.
+    outer_lr, outer_momentum: of Nesterov SGD; lr may be an optax schedule over outer steps: rounds, or with fragments those
+      of each fragment, whose first one comes after H inner steps. None: the method's default.
     outer: any optax transform instead.
     outer_clip: greatest global norm of the outer gradient that the outer optimizer gets; None: no clipping.
     codec, error_feedback: see `Compressed`.
