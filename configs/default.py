@@ -114,7 +114,8 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   c.method.name = "GlobalM1LocalM2"  # see README's table of methods
   c.method.outer_lr = placeholder(float)
   c.method.outer_momentum = placeholder(float)
-  c.method.outer_schedule = placeholder(str)  # of outer_lr over the rounds: constant | cosine | linear, "cosine:end=0.1" (0)
+  c.method.outer_schedule = placeholder(str)  # of outer_lr over outer steps: constant | cosine | linear, "cosine:end=0.1";
+                                              # a fragment that is in flight at the end of a round has one step fewer
   c.method.outer_warmup_rounds = placeholder(int)  # linear, to outer_lr
   c.method.outer_clip = placeholder(float)  # greatest norm of the outer gradient
   c.method.codec = placeholder(str)  # none | bf16 | int8 | int4 | e3m0 | topk, with options "e3m0:stochastic=true"

@@ -215,6 +215,9 @@ def find_step(folder: str, step: int | None = None) -> tuple[str, int, list[int]
   if os.path.isdir(os.path.join(folder, "checkpoints")):
     folder = os.path.join(folder, "checkpoints")
   if os.path.basename(folder).isdecimal() and os.path.isdir(os.path.join(folder, "state")):
+    if step not in (None, int(os.path.basename(folder))):
+      raise ValueError(f"{folder} is the checkpoint of round {os.path.basename(folder)}, not of round {step}; leave the "
+                       "round out, or give the run's folder.")
     folder, step = os.path.dirname(folder), int(os.path.basename(folder))
   steps = sorted(int(name) for name in os.listdir(folder) if name.isdecimal() and os.path.isdir(
       os.path.join(folder, name, "state")))

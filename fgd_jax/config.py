@@ -109,7 +109,11 @@ def validate(config: ConfigDict) -> None:
   Raises:
     ValueError: one sentence that names the key, its value and what to do.
   """
-  values = flat(config)
+  try:
+    values = flat(config)
+  except ZeroDivisionError as e:  # of keys that a config file computes from others
+    raise ValueError("A key from which others are computed (workers, inner_steps, batch_size, seq_len) is 0; each must be "
+                     "at least 1.") from e
   refuse_unknown(list(values))
   for key in flat(default()):
     if key not in values:
@@ -323,14 +327,17 @@ def _scheduled(method: methods.Method, config: ConfigDict, outer_schedule: str =
   named = with_options("outer_schedule", outer_schedule)
   shape, options = (named, {}) if isinstance(named, str) else named
   end = options.pop("end", 0.0)
-  share = isinstance(end, (int, float)) and 0 <= end <= 1
-  if shape not in ("constant", "cosine", "linear") or options or not share or shape == "constant" and end:
+  share = isinstance(end, (int, float)) and not isinstance(end, bool) and 0 <= end <= 1
+  plain = shape == "constant" and outer_schedule == shape or shape in ("cosine", "linear")
+  if not plain or options or not share:
     raise ValueError(f"outer_schedule={outer_schedule!r} must be 'constant', 'cosine' or 'linear', the latter two with an "
                      "end from 0 to 1 (of outer_lr) if wanted, as in 'cosine:end=0.1'.")
   if not 0 <= outer_warmup_rounds < config.rounds:
     raise ValueError(f"outer_warmup_rounds={outer_warmup_rounds} must be at least 0 and less than rounds={config.rounds}.")
+  if shape == "constant" and not outer_warmup_rounds:
+    return method
   lr, _ = method.lr_and_momentum
-  return dataclasses.replace(method, outer_lr=schedule(lr, config.rounds, shape, end, outer_warmup_rounds))
+  return dataclasses.replace(method, outer_lr=LearningRate(lr, config.rounds, shape, end, outer_warmup_rounds))
 
 
 def with_options(key: str, text: str) -> Any:
@@ -357,19 +364,34 @@ def make_schedule(config: ConfigDict) -> optax.Schedule:
   """Learning rate by inner step, counted over the whole run (it does not restart in a round)."""
   inner, steps = config.inner, config.rounds * config.inner_steps
   warmup = inner.warmup_steps if inner.schedule == "constant" else min(inner.warmup_steps, steps - 1)
-  return schedule(inner.lr, steps, inner.schedule, inner.end_lr_fraction, warmup)
+  return LearningRate(inner.lr, steps, inner.schedule, inner.end_lr_fraction, warmup)
 
 
-def schedule(peak: float, steps: int, shape: str, end: float, warmup: int) -> optax.Schedule:
-  """A linear warm-up to `peak`, then a constant value or a decay (cosine, linear) that would reach `end` times the peak
-  after the last of all `steps`."""
-  left = max(steps - warmup, 1)
-  after = (optax.constant_schedule(peak) if shape == "constant" else
-           optax.cosine_decay_schedule(peak, left, alpha=end) if shape == "cosine" else
-           optax.linear_schedule(peak, end * peak, left))
-  if not warmup:
-    return after
-  return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup])
+@dataclasses.dataclass(frozen=True)
+class LearningRate:
+  """A schedule: a linear warm-up to `peak`, then a constant value or a decay that would reach `end` times the peak after the
+  last of all steps.
+
+  Args:
+    peak: the highest learning rate. steps: in all. shape: "constant" | "cosine" | "linear". end: of the peak, from 0 to 1.
+    warmup: steps of it.
+  """
+
+  peak: float
+  steps: int
+  shape: str
+  end: float
+  warmup: int
+
+  def __call__(self, count: Any) -> Any:
+    left = max(self.steps - self.warmup, 1)
+    after = {"constant": optax.constant_schedule(self.peak),
+             "cosine": optax.cosine_decay_schedule(self.peak, left, alpha=self.end),
+             "linear": optax.linear_schedule(self.peak, self.end * self.peak, left)}[self.shape]
+    if not self.warmup:
+      return after(count)
+    rise = optax.linear_schedule(self.peak / (self.warmup + 1), self.peak, self.warmup)
+    return optax.join_schedules([rise, after], [self.warmup])(count)
 
 
 def make_inner_optimizer(config: ConfigDict) -> optax.GradientTransformation:

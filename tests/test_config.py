@@ -2,6 +2,7 @@
 
 import glob
 import os
+import pickle
 
 import jax
 import numpy as np
@@ -91,7 +92,9 @@ def test_bad_variants_are_named(arg, words):
     ("method.outer_schedule=cosine:end=2", ["cosine:end=2", "from 0 to 1"]),
     ("method.outer_schedule=cosine:end=low", ["cosine:end=low", "from 0 to 1"]),
     ("method.outer_schedule=cosine:start=1", ["cosine:start=1", "end"]),
-    ("method.outer_schedule=constant:end=0.5", ["constant:end=0.5", "latter two"]),
+    ("method.outer_schedule=constant:end=0", ["constant:end=0", "latter two"]),
+    ("method.outer_schedule=cosine:end=true", ["cosine:end=true", "from 0 to 1"]),
+    ("method=GlobalM1,method.subset=^embed/", ["subset='^embed/'", "no effect", "mix2='identity'"]),
     ("rounds=5,method.outer_warmup_rounds=5", ["outer_warmup_rounds=5", "rounds=5"]),
     ("method=noloco,method.outer_schedule=cosine", ["outer_schedule", "'noloco'"]),
     ("method=GlobalM1,method.momentum=recovered,method.outer_schedule=cosine", ["recovered", "schedule"]),
@@ -152,6 +155,10 @@ def test_outer_learning_rate_runs_over_the_rounds():
     assert lr(warmed, r) == pytest.approx(expected, abs=1e-7)
   assert lr("method.outer_warmup_rounds=1", 0) == pytest.approx(0.35)
   assert lr("method.outer_warmup_rounds=1", 9) == pytest.approx(0.7)
+  method = configs.make_method(get_config(f"method=diloco,{cosine}"))
+  assert method == configs.make_method(get_config(f"method=diloco,{cosine}")) == pickle.loads(pickle.dumps(method))
+  recovered = "method=GlobalM1,method.momentum=recovered,method.outer_schedule=constant,method.outer_warmup_rounds=0"
+  assert configs.make_method(get_config(recovered)).outer_lr is None
 
 
 def test_weight_decay_is_chosen_by_path_so_stacked_layers_decay_alike():

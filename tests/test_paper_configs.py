@@ -73,6 +73,22 @@ def test_ten_billion_tokens_are_usual_and_words_win():
   assert (c.rounds, c.eval_every) == (7, 3)
 
 
+def test_the_budget_holds_whatever_sets_the_keys():
+  c = load_config(f"{PATH}:method=diloco,tokens = 1e9, tokens=30e9")
+  assert c.rounds == 572
+  c.workers, c.inner_steps = 16, 500  # as --config.workers=16 --config.inner_steps=500 do
+  assert c.rounds == round(30e9 / (16 * 32 * 2048 * 500)) == 57 and c.eval_every == c.checkpoint_every == 2
+  c.eval_every = 7
+  assert (c.eval_every, c.checkpoint_every) == (7, 2)
+  configs.validate(c)
+  c.inner_steps = 0
+  with pytest.raises(ValueError, match="inner_steps.* is 0; each must be at least 1"):
+    configs.validate(c)
+  with pytest.raises(ValueError, match="rounds=0 must be at least 1"):
+    configs.validate(load_config(f"{PATH}:tokens=1"))
+  assert load_config(f"{PATH}:method=GlobalM1S").method.mix_outer_state == "mix1"
+
+
 @pytest.mark.parametrize("word", ["tokens=many", "tokens=-1", "tokens=nan", "tokens="])
 def test_a_budget_that_is_none_is_named(word):
   with pytest.raises(ValueError, match="tokens"):

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 
 import jax
 import jax.numpy as jnp
@@ -226,8 +225,8 @@ def test_the_command(run, capsys, tmp_path):
   assert files_of(run) == before
   assert found["js_before"] == pytest.approx(distance, rel=1e-4)
   assert found["round"] == 2 and found["at"] == "inner" and found["positions"] == 64
-  assert sorted(os.listdir(tmp_path)) == ["sensitivity.csv", "sensitivity.json", "sensitivity.png"]
-  with open(tmp_path / "sensitivity.csv", newline="") as f:
+  assert sorted(os.listdir(tmp_path)) == [f"round_2_inner_average.{kind}" for kind in ("csv", "json", "png")]
+  with open(tmp_path / "round_2_inner_average.csv", newline="") as f:
     rows = list(csv.DictReader(f))
   assert [r["block"] for r in rows] == ["embed", "layers_0", "layers_1", "final_norm", "lm_head"]
   assert sorted(int(r["rank"]) for r in rows) == [1, 2, 3, 4, 5]
@@ -241,10 +240,8 @@ def test_the_command(run, capsys, tmp_path):
 
 
 def train_with(config, found):
-  """The trainer's Mix2 with the printed flags sends the bytes of the chosen blocks."""
-  for flag in shlex.split(found["greedy"]["flags"]):
-    key, _, value = flag.removeprefix("--config.method.").partition("=")
-    config.method[key] = value
+  """The trainer's Mix2 with the printed words sends the bytes of the chosen blocks."""
+  configs.apply_variant(config, found["greedy"]["words"])
   configs.validate(config)
   model = models.make(configs.make_model_config(config, 64))
   _, round_fn = configs.build_round(config, model.loss, fgd.Workers(3))
@@ -257,7 +254,7 @@ def test_stacked_layers_and_a_method_without_mix2(tmp_path):
   words = ",model.scan_layers=True,method=GlobalM1"
   found = sensitivity.measure(sensitivity.read(saved(tmp_path, words)[0]), budget="60%")
   assert [r["block"] for r in found["blocks"]] == ["embed", "layers_0", "layers_1", "final_norm", "lm_head"]
-  assert found["js_before"] > 0 and found["greedy"]["flags"].startswith("--config.method.name=GlobalM1LocalM2 ")
+  assert found["js_before"] > 0 and found["greedy"]["words"].startswith("method=GlobalM1LocalM2,")
   train_with(get_config(TINY + words), found)
 
 
@@ -266,9 +263,42 @@ def test_table_and_the_place_after_the_outer_step(run, capsys):
   sensitivity.main([run, "--at=outer", "--by=copy"])
   text = capsys.readouterr().out
   assert "round 2, after the outer step" in text and "embeddings_head_early_layers(2)" in text
-  assert os.path.exists(os.path.join(run, "sensitivity", "sensitivity.png"))
+  assert os.path.exists(os.path.join(run, "sensitivity", "round_2_outer_copy.png"))
   with pytest.raises(SystemExit, match="smallest block"):
     sensitivity.main([run, "--at=outer", "--budget=0.01%"])
+
+
+@pytest.mark.parametrize("words, has", [
+    ("", True), ("method=fgd,method.mix1=random_pairs", True), ("method=GlobalM1LocalM2-subset", True),
+    ("method=GlobalM1", False), ("method=GlobalM1LocalM2,method.mix2=identity", False),
+    ("method=GlobalM1,method.momentum=recovered", False), ("method=diloco,method.codec=topk", False),
+    ("method=isoloco", False), ("method=noloco,method.group_size=2", False), ("method=eager_diloco,method.delay=2", False),
+    ("method=streaming_diloco,method.fragments=2,method.delay=0", False), ("method=gasloc,method.alpha=0.5", False),
+    ("method=pipelined_diloco,method.fragments=2,method.guess=own", False)])
+def test_the_printed_words_fit_every_method(words, has):
+  config = get_config(f"workers=4,inner_steps=4,{words}".rstrip(","))
+  configs.validate(config)
+  assert sensitivity.takes_subset(config) == has
+  printed = sensitivity._for_training(config, sensitivity.find_blocks({"embed": np.zeros(2), "b": np.zeros(3)}),
+                                      np.array([True, False]))["words"]
+  configs.apply_variant(config, printed)
+  configs.validate(config)
+  assert sensitivity.takes_subset(config) and config.method.subset == "^(embed)/"
+
+
+def test_the_table_comes_before_files_that_cannot_be_written(run, capsys, tmp_path, monkeypatch):
+  (tmp_path / "file").write_text("mine")
+  with pytest.raises(SystemExit, match="file"):  # at once
+    sensitivity.main([run[0], f"--out={tmp_path / 'file'}"])
+  assert "JS distance" not in capsys.readouterr().out and (tmp_path / "file").read_text() == "mine"
+
+  def full(*_):
+    raise OSError("No space left on device")
+
+  monkeypatch.setattr(sensitivity, "write", full)
+  with pytest.raises(SystemExit, match="No space left"):
+    sensitivity.main([run[0], "--at=outer", f"--out={tmp_path / 'out'}"])
+  assert "For training" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options, words", [
@@ -277,6 +307,11 @@ def test_table_and_the_place_after_the_outer_step(run, capsys):
 def test_bad_options(run, options, words):
   with pytest.raises(SystemExit, match=words):
     sensitivity.main([run[0], *options])
+
+
+def test_a_step_folder_has_one_round(run):
+  with pytest.raises(SystemExit, match="round 2, not of round 5"):
+    sensitivity.main([os.path.join(run[0], "checkpoints", "2"), "--round=5"])
 
 
 def test_folders_that_cannot_be_measured(tmp_path):
@@ -292,3 +327,5 @@ def test_workers_without_disagreement(tmp_path):
     sensitivity.main([saved(tmp_path / "a", ",method=diloco")[0], "--at=outer"])
   with pytest.raises(SystemExit, match="workers=1"):
     sensitivity.main([saved(tmp_path / "b", ",method=diloco,workers=1")[0]])
+  with pytest.raises(SystemExit, match="data_parallel, which averages gradients"):
+    sensitivity.main([saved(tmp_path / "c", ",method=data_parallel", rounds=1)[0]])

@@ -3,7 +3,8 @@
     python -m fgd_jax.train --config=configs/paper/fgd_1p5b.py:method=GlobalM1LocalM2,tokens=30e9 --workdir=runs/fgd
     python -m fgd_jax.train --config=configs/paper/fgd_1p5b.py:method=diloco,workers=16,inner_steps=500 --workdir=runs/diloco
 
-`tokens` (10e9 where it is left out) sets the rounds; other words set keys. RUNS below has the results table.
+`tokens` (10e9 where it is left out) sets the rounds, also after `--config.workers=16` and the like; other words set keys.
+RUNS below has the results table.
 
 One worker a chip of v5p:2x2x2 (M = 8) or v5p:2x2x4 (M = 16): docs/claims/paper.md says what was compiled for them, what is
 known of the paper's runs, and what one of them costs. None has been run.
@@ -46,19 +47,23 @@ RUNS = {
     "GlobalM1": "method=GlobalM1",                             # 19.42      unknown
     "GlobalM1S": "method=GlobalM1,method.mix_outer_state=mix1",  # unknown    unknown (periodic spikes; our reading of the S)
 }
-# M = 16, H = 500 and H = 1000: no perplexity is known, only that the gap to Sync-DP grows with both.
+# M = 16, H = 500 and H = 1000: no perplexity is known, only that the gap grows with both.
 
 
-def budget(arg: str | None) -> float:
-  """Tokens of all workers, from the word tokens= where there is one."""
-  text = next((word.removeprefix("tokens=") for word in (arg or "").split(",") if word.startswith("tokens=")), "10e9")
+def budget(words: list[str]) -> float:
+  """Tokens of all workers, from the last word tokens= where there is one."""
+  text = [word.partition("=")[2] for word in words if is_budget(word)][-1:] or ["10e9"]
   try:
-    tokens = float(text)
+    tokens = float(text[0])
   except ValueError:
     tokens = 0.0
   if not 0 < tokens < float("inf"):
-    raise ValueError(f"Config variant 'tokens={text}' must be a positive number, such as tokens=30e9.")
+    raise ValueError(f"Config variant 'tokens={text[0]}' must be a positive number, such as tokens=30e9.")
   return tokens
+
+
+def is_budget(word: str) -> bool:
+  return word.partition("=")[0].strip() == "tokens"
 
 
 def get_config(arg: str | None = None):
@@ -67,11 +72,11 @@ def get_config(arg: str | None = None):
   c.eval_batches, c.eval_batch_size = 64, 4  # half a million held-out tokens
   c.measure_every = 0  # above 0, consensus and JS distance, in a second program that blocks
   c.network.bandwidth, c.network.step_seconds = "200Mbps", "4.7"  # the paper's, for simulated_seconds in metrics.jsonl
-  words = [word for word in (arg or "").split(",") if not word.startswith("tokens=")]
-  settings = ",".join(words)
-  apply_variant(c, settings)
-  a_round = c.workers * c.batch_size * c.seq_len * c.inner_steps
-  c.rounds = max(1, round(budget(arg) / max(1, a_round)))
-  c.eval_every = c.checkpoint_every = max(1, 1000 // max(1, c.inner_steps))  # every 1000 inner steps, 1.3 hours of an A100
-  apply_variant(c, settings)  # so that rounds= and the like win
+  words = (arg or "").replace("method=GlobalM1S", RUNS["GlobalM1S"]).split(",")
+  of = c.get_ref  # computed from other keys, whatever sets them
+  a_round = of("workers") * of("batch_size") * of("seq_len") * of("inner_steps")
+  c.rounds = (a_round // 2 + round(budget(words))) // a_round
+  for key in ("eval_every", "checkpoint_every"):  # every 1000 inner steps, 1.3 hours of an A100
+    c[key] = (of("inner_steps") + 999) // of("inner_steps")
+  apply_variant(c, ",".join(word for word in words if not is_budget(word)))
   return c

@@ -65,6 +65,9 @@ class FactoredGossip(Outer):
       raise ValueError(f"mix_outer_state={self.mix_outer_state!r} must be 'none' or 'mix1'.")
     super().__post_init__()
     self.covered  # refuses a bad subset here, not in the first round
+    if self.covered is not None and self._no_mix2:
+      raise ValueError(f"subset={self.subset!r} is what Mix2 covers, and has no effect with mix2='identity'; give another "
+                       "mix2, such as 'random_pairs', or leave subset out.")
     self._check_momentum()
     if (name := topology_name(self.mix1)) not in ("global", "identity", None):
       self.refuse_coarse(f"which mix1={name!r} sends without a reference that all workers know; use 'bf16' or 'int8', or "

@@ -3,7 +3,7 @@
     python -m fgd_jax.report.sensitivity runs/mine
     python -m fgd_jax.report.sensitivity runs/mine --budget=10MB [--at=outer] [--by=copy] [--json]
 
-DIR is a run of fgd_jax.train with a checkpoint, which is read and not changed. For every block (embedding, each layer, final
+DIR is a run of fgd_jax.train with a checkpoint, of which nothing is changed. For every block (embedding, each layer, final
 norm, head) it measures how far the Jensen-Shannon distance between workers falls when that block alone is shared, and ranks
 blocks by that drop per byte. The greedy subset is compared with the paper's: embeddings, head and the first layers.
 """
@@ -144,6 +144,9 @@ def read(folder: str, step: int | None = None, at: str = "inner", sequences: int
   configs.validate(config)
   if config.workers < 2:
     raise ValueError(f"{folder} has workers={config.workers}, and nobody to disagree with; give a run of two or more.")
+  if configs.make_method(config).inner_grad is not None:
+    raise ValueError(f"{folder} is a run of method {config.method.name}, which averages gradients in every step, so that "
+                     "its workers are equal and there is nothing to compare; give another run.")
   corpus = data.load(config.data, config.seq_len, config.seed)
   shape = configs.make_model_config(config, corpus.vocab_size)
   if jax.default_backend() == "cpu":
@@ -200,7 +203,7 @@ def measure(snapshot: Snapshot, by: str = "average", budget: str | None = None) 
   Returns:
     A dict for JSON: run, method, workers, round, at, by, positions, js_before, budget_bytes, total_bytes, blocks (a dict of
     `FIELDS` each), greedy and paper (None where it does not fit): {"blocks", "bytes", "share", "js_after", "drop"}, the
-    former with "regex" and "flags", the latter with "layers".
+    former with "regex" and "words" (of a config), the latter with "layers".
 
   Raises:
     ValueError: workers that predict alike, numbers that are not finite, or a budget below every block.
@@ -231,7 +234,7 @@ def measure(snapshot: Snapshot, by: str = "average", budget: str | None = None) 
   return {"run": snapshot.folder, "method": config.method.name, "workers": config.workers, "round": snapshot.round,
           "at": snapshot.at, "by": by, "positions": int(snapshot.tokens.size), "tied": bool(config.model.tied),
           "js_before": before, "budget_bytes": limit, "total_bytes": total, "blocks": rows,
-          "greedy": _flags(config, blocks, greedy) | joint(greedy) if greedy.any() else None,
+          "greedy": _for_training(config, blocks, greedy) | joint(greedy) if greedy.any() else None,
           "paper": {"layers": fitting[-1], **joint(theirs)} if fitting else None}
 
 
@@ -256,7 +259,7 @@ def _refuse_nothing(before: float, snapshot: Snapshot) -> None:
   if not np.isfinite(before):
     raise ValueError(f"The JS distance {where} is {before}: a worker's parameters are not finite.")
   if before == 0:
-    remedy = "use --at=inner" if snapshot.at == "outer" else "the method averages gradients in every step, give another run"
+    remedy = "use --at=inner" if snapshot.at == "outer" else "give another run"
     raise ValueError(f"All workers predict the same {where} (method {snapshot.config.method.name}, round "
                      f"{snapshot.round}), so there is nothing to compare; {remedy}.")
 
@@ -266,13 +269,20 @@ def regex_of(names: Iterable[str]) -> str:
   return f"^({'|'.join(re.escape(name) for name in names)})/"
 
 
-def _flags(config: ConfigDict, blocks: Blocks, chosen: np.ndarray) -> dict[str, str]:
-  """The pattern of the chosen blocks, and the trainer's options that give Mix2 this subset."""
+def _for_training(config: ConfigDict, blocks: Blocks, chosen: np.ndarray) -> dict[str, str]:
+  """The pattern of the chosen blocks, and words that give a config like the run's a Mix2 with this subset."""
   regex = regex_of(blocks.listed(chosen))
-  mixers = configs.make_method(config).bind(config.workers, config.seed).bound_mixers()
-  has_mix2 = any(m.key == "mix2" and not m.topology.identity for m in mixers)
-  name = "" if has_mix2 else "--config.method.name=GlobalM1LocalM2 "
-  return {"regex": regex, "flags": f"{name}--config.method.subset='{regex}'"}
+  words = f"method.subset={regex}"
+  if not takes_subset(config):
+    words = f"method=GlobalM1LocalM2,{words}"
+  return {"regex": regex, "words": words}
+
+
+def takes_subset(config: ConfigDict) -> bool:
+  """Whether the config's method has a Mix2 of which a subset can be chosen."""
+  method = configs.make_method(config)
+  return isinstance(method, fgd.methods.FactoredGossip) and not any(
+      m.key == "mix2" and m.topology.identity for m in method.bind(config.workers, config.seed).bound_mixers())
 
 
 # --- table, files and plot -------------------------------------------------------------------------------------------
@@ -300,7 +310,7 @@ def table(found: dict[str, Any]) -> str:
   head = f"embeddings_head_early_layers({paper['layers']})" if paper else "the paper's subset"
   lines.append(_joint(head, found, paper) if paper else f"  {head}: embedding and head alone do not fit.")
   if greedy:
-    lines.append(f"For training: {greedy['flags']}")
+    lines.append(f"For training, as words of its config (--config='FILE:{greedy['words']}'): {greedy['words']}")
   return "\n".join(lines)
 
 
@@ -310,9 +320,10 @@ def _joint(head: str, found: dict[str, Any], subset: dict[str, Any]) -> str:
 
 
 def write(found: dict[str, Any], out: str) -> list[str]:
-  """Writes sensitivity.csv, .json and .png in a folder; returns their paths."""
+  """Writes round_20_inner_average.csv, .json and .png (round, at, by) in a folder; returns their paths."""
   os.makedirs(out, exist_ok=True)
-  paths = [os.path.join(out, f"sensitivity.{kind}") for kind in ("csv", "json", "png")]
+  name = f"round_{found['round']}_{found['at']}_{found['by']}"
+  paths = [os.path.join(out, f"{name}.{kind}") for kind in ("csv", "json", "png")]
   with open(paths[0], "w", newline="", encoding="utf-8") as f:
     writer = csv.DictWriter(f, FIELDS)
     writer.writeheader()
@@ -382,12 +393,16 @@ def main(argv: list[str] | None = None) -> None:
   try:
     if args.budget is not None:
       parse_budget(args.budget, 1)  # refuses what it cannot read before anything is computed
+    if args.out is not None:
+      os.makedirs(args.out, exist_ok=True)
     snapshot = read(args.folder, args.round, args.at, args.sequences)
     found = measure(snapshot, args.by, args.budget)
+    if not args.json:
+      print(table(found), flush=True)  # before the files, which may not be written
     files = write(found, args.out or os.path.join(snapshot.folder, "sensitivity"))
   except (ValueError, OSError) as e:
     sys.exit(f"error: {e}")
-  print(json.dumps({**found, "files": files}) if args.json else table(found) + f"\n{', '.join(files)}")
+  print(json.dumps({**found, "files": files}) if args.json else ", ".join(files))
 
 
 if __name__ == "__main__":
