@@ -2,13 +2,13 @@
 
     python benchmarks/claims_order.py [--out=docs/claims] [--full]
 
-Outer learning rate and momentum (data_parallel: the inner learning rate) are tuned for every method in six settings on
-seed 101, at M = 8 and H = 20; then it is trained on paired seeds, and, as tuned there, with other M and H on equally many
-tokens. Besides the paper's subset stands the one of equal bytes that `fgd_jax.report.sensitivity` picks at the end of such
-a run. Writes order.csv and .png (the variants, with 95 % intervals of the paired difference to DiLoCo; loss against
-simulated hours at the bandwidth at which DiLoCo computes 36 % of its time), order_hours.csv (against DiLoCo trained for
-those hours alone, so that its learning rate has decayed, too), and order_trend.csv and .png. About 40 minutes on two idle
-cores; --full (three tuning seeds, 12 seeds, six for each trend) by estimate an hour and a half.
+Outer learning rate and momentum (data_parallel: the inner learning rate) are tuned for every method in six settings on seed
+101, at M = 8 and H = 20; then it is trained on paired seeds, and, as tuned there, with other M and H on equally many tokens.
+Besides the paper's subset stands the one of equal bytes that `fgd_jax.report.sensitivity` picks at the end of such a run.
+Writes order.csv and .png (the variants, with 95 % intervals of the paired difference to DiLoCo; loss against simulated hours
+at the bandwidth at which DiLoCo computes 36 % of its time), order_hours.csv (against DiLoCo trained for those hours alone,
+so that its learning rate has decayed, too, and against its long run at that hour), and order_trend.csv and .png. About 40
+minutes on two idle cores; --full (three tuning seeds, 12 seeds, six for each trend) by estimate an hour and a half.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import os
 
 import claims
+import numpy as np
 import trials
 
 PUBLISHED = {"data_parallel": 17.53, "DiLoCo": 18.65, "GlobalM1LocalM2": 18.80, "GlobalM1LocalM2-subset": 19.15,
@@ -33,7 +34,7 @@ def main() -> None:
   words = {name: entry.words(claims.settings(), setting[name]) for name, entry in METHODS.items()}
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "order")
   print(order(args, setting, words, done), "\n")
-  print(equal_hours(args, setting, words), "\n")
+  print(equal_hours(args, setting, words, done), "\n")
   print(trend(args, setting))
 
 
@@ -95,9 +96,9 @@ def plot(path: str, rows, words: dict[str, str], done, seeds: list[int], bandwid
   figure.savefig(path, dpi=120)
 
 
-def equal_hours(args: argparse.Namespace, setting: dict[str, str], words: dict[str, str]) -> str:
+def equal_hours(args: argparse.Namespace, setting: dict[str, str], words: dict[str, str], done) -> str:
   """Trains DiLoCo for as many rounds as it computes in each variant's hours, its cosine ending there; writes
-  order_hours.csv; returns the table of differences."""
+  order_hours.csv; returns the table of differences to these runs, and to the long runs at that hour."""
   bandwidth = claims.like_100_mbps(words["DiLoCo"])
   hours = {name: claims.seconds(w, f"{bandwidth}Mbps")[0] for name, w in words.items()}
   whole = trials.config_of(words["DiLoCo"]).rounds
@@ -110,15 +111,21 @@ def equal_hours(args: argparse.Namespace, setting: dict[str, str], words: dict[s
   done = trials.runs(claims.store(args), [(w, args.final) for w in shorter.values()], args.jobs, "equal hours")
   rows = []
   for name, w in shorter.items():
-    losses = [done[w, s]["eval_loss"] for s in args.final]
-    gap = trials.interval([done[words[name], s]["eval_loss"] - x for s, x in zip(args.final, losses)])
-    rows.append([name, hours[name] / 3600, rounds[name], len(losses), *trials.interval(losses), *gap])
+    long = [claims.curve_at(done[words["DiLoCo"], s], hours["DiLoCo"]) for s in args.final]
+    there = [float(np.interp(hours[name] / 3600, *curve)) for curve in long]
+    ended = [done[w, s]["eval_loss"] for s in args.final]
+    gaps = [trials.interval([done[words[name], s]["eval_loss"] - x for s, x in zip(args.final, losses)])
+            for losses in (ended, there)]
+    rows.append([name, hours[name] / 3600, rounds[name], len(ended), *trials.interval(ended), *gaps[0],
+                 *trials.interval(there), *gaps[1]])
   claims.write_csv(os.path.join(args.out, "order_hours.csv"), (
-      "method", "hours", "diloco_rounds", "seeds", "diloco_loss", "diloco_loss_ci95", "minus_diloco", "minus_diloco_ci95"),
-                   rows)
-  return trials.markdown(("method", "simulated hours", "DiLoCo's rounds", "DiLoCo's loss", "minus DiLoCo"), [
-      [name, f"{h:.2f}", f"{r} of {whole}", f"{loss:.3f} ± {half:.3f}", f"{gap:+.3f} ± {gap_half:.3f}"]
-      for name, h, r, _, loss, half, gap, gap_half in rows])
+      "method", "hours", "diloco_rounds", "seeds", *(f"{what}{ci}" for which in ("ended", "long") for what in (
+          f"diloco_{which}", f"minus_diloco_{which}") for ci in ("", "_ci95"))), rows)
+  show = lambda x, half, sign="": f"{x:{sign}.3f} ± {half:.3f}"
+  return trials.markdown(
+      ("method", "simulated hours", "DiLoCo's rounds", "ended there", "minus this", "of the long run", "minus this"),
+      [[name, f"{h:.2f}", f"{r} of {whole}", show(*row[:2]), show(*row[2:4], "+"), show(*row[4:6]), show(*row[6:], "+")]
+       for name, h, r, _, *row in rows])
 
 
 def trend(args: argparse.Namespace, setting: dict[str, str]) -> str:
