@@ -12,7 +12,9 @@ seeds:
               round, when the model is evaluated, the first fragment has just been merged, the last one H/P steps ago, the
               second one longest ago; so either the most sensitive are the freshest or the oldest
   Iso-C       isotropic outer gradients on landing: fragments of tensors, two steps in flight in place of four; and a greater
-              momentum and outer learning rate (two settings), for the blocking IsoLoCo, too
+              momentum and outer learning rate, for the blocking IsoLoCo, too
+When fragments of tensors were best at 4.0, the edge of their grid, the same learning rate was added to the grids of the
+other two and 6.0 to theirs.
 
 Writes attempts.csv and attempts.png. About 30 minutes on two idle cores after claims_pipelined.py; --full (three tuning
 seeds, eight paired ones): by estimate an hour and a half.
@@ -31,8 +33,8 @@ from trials import Entry
 
 COSINE, ISO, P20 = "method.outer_schedule=cosine", "method.aggregator=iso_c", "method.fragments=20"
 TENSORS = "method.fragments=10,method.order=balanced"
-STEEP, AROUND = trials.outer((0.7, 1.0, 1.4), (0.3,)), trials.outer((1.8, 2.7, 4.0), (0.6,))
-BEYOND = trials.outer((2.7, 4.0), (0.8,))
+STEEP, AROUND = trials.outer((0.7, 1.0, 1.4), (0.3,)), trials.outer((1.8, 2.7, 4.0, 6.0), (0.6,))
+BEYOND = trials.outer((2.7, 4.0), (0.6, 0.8))
 ENDS, LAYER = "^(embed|final_norm|lm_head)/", "^layers_{}/".format
 # P = 5. Freshest at the end of a round: fragment 0, then 4, 3, 2, 1.
 FRESH = ";".join((ENDS, LAYER(1), LAYER(2), LAYER(3), LAYER(0)))

@@ -89,10 +89,11 @@ def test_pipelined(x64, fragments, order, parts, guess, landing):
         live=guess != "own")
 
 
+@pytest.mark.parametrize("fragments, order", [(["a", "b"], "strided"), (2, "balanced")])  # a has more elements than b
 @pytest.mark.parametrize("guess", ["continue", "own"])
-def test_pipelined_with_isotropic_outer_gradients(x64, guess):
+def test_pipelined_with_isotropic_outer_gradients(x64, guess, fragments, order):
   batches = data(3, ROUNDS, steps=H)
-  method = fgd.methods.make("pipelined_diloco", fragments=["a", "b"], order="strided", aggregator="iso_c", guess=guess,
+  method = fgd.methods.make("pipelined_diloco", fragments=fragments, order=order, aggregator="iso_c", guess=guess,
                             outer_lr=0.6, outer_momentum=0.8)
   check(run(method, 3, batches, INNER["adamw"]()),
         ref.pipelined(START, batches, 3, INNER["adamw"](), gradient, BY_LEAF, "add", 0.0, guess, 0.6, 0.8,

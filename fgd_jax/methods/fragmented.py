@@ -33,7 +33,7 @@ class Fragmented(Outer):
 
   Args:
     fragments: P, which divides H, or a list of P path patterns.
-    order: "strided" | "sequential" layers, or "flat" ranges (`fgd_jax.mixing.fragments`).
+    order: "strided" | "sequential" layers, "balanced" tensors, or "flat" ranges (`fgd_jax.mixing.fragments`).
     ends: "own": what is outside the layers is the last fragment; "joined": it joins the first and last fragment of layers.
     aggregator: "mean" of the outer gradients, or "iso_c", an isotropic spectrum of this mean (as in `IsoLoCo`; needs whole
       matrices, so not order="flat").
@@ -54,7 +54,8 @@ class Fragmented(Outer):
     if self.merge.name not in ("mean", "iso_c"):
       raise ValueError(f"aggregator={self.aggregator!r} does not work on the mean of a fragment; choose 'mean' or 'iso_c'.")
     if self.merge.name == "iso_c" and self.order == "flat" and self.fragments != 1:
-      raise ValueError("aggregator='iso_c' needs whole matrices, which order='flat' cuts; choose order='strided'.")
+      raise ValueError("aggregator='iso_c' needs whole matrices, which order='flat' cuts; choose order='strided' or "
+                       "'balanced'.")
 
   @functools.cached_property
   def merge(self) -> Aggregator:
