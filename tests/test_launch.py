@@ -17,7 +17,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SCRIPTS = ("tpu_vm", "gke", "slurm", "ssh", "local", "decoupled")
 NASTY = "--config.data.path=/my text/it's $HOME; `x` \"y\""
 RECORD = """#!/usr/bin/env bash
-{ printf '%s\\0' "${FGD_PROCESS_ID-}" "${FGD_NUM_PROCESSES-}" "${0##*/}" "$@"; printf '\\36'; } >> "$CALLS"
+# One printf, so one write: processes record at the same time.
+printf '%s\\0' "${FGD_PROCESS_ID-}" "${FGD_NUM_PROCESSES-}" "${0##*/}" "$@" $'\\36' >> "$CALLS"
 """
 
 
@@ -46,7 +47,7 @@ class Tools:
     """(process, processes, [tool, arguments ...]) of every call, in order."""
     if not self.log.exists():
       return []
-    records = [r.split("\0")[:-1] for r in self.log.read_text().split("\36")[:-1]]
+    records = [r.split("\0")[:-1] for r in self.log.read_text().split("\36\0")[:-1]]
     return [(r[0], r[1], r[2:]) for r in records]
 
 
