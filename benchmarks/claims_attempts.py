@@ -16,8 +16,8 @@ seeds:
 When fragments of tensors were best at 4.0, the edge of their grid, the same learning rate was added to the grids of the
 other two and 6.0 to theirs.
 
-Writes attempts.csv and attempts.png. About 30 minutes on two idle cores after claims_pipelined.py; --full (three tuning
-seeds, eight paired ones): by estimate an hour and a half.
+Writes attempts.csv and attempts.png. By estimate 30 minutes on two idle cores after claims_pipelined.py; --full (three
+tuning seeds, eight paired ones): an hour and a half.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Outer learning rate and momentum (data_parallel: the inner learning rate) are tu
 Besides the paper's subset stands the one of equal bytes that `fgd_jax.report.sensitivity` picks at the end of such a run.
 Writes order.csv and .png (the variants, with 95 % intervals of the paired difference to DiLoCo; loss against simulated hours
 at the bandwidth at which DiLoCo computes 36 % of its time), order_hours.csv (against DiLoCo trained for those hours alone,
-so that its learning rate has decayed, too, and against its long run at that hour), and order_trend.csv and .png. About 40
-minutes on two idle cores; --full (three tuning seeds, 12 seeds, six for each trend) by estimate an hour and a half.
+so that its learning rate has decayed, too, and against its long run at that hour), and order_trend.csv and .png. By
+estimate 40 minutes on two idle cores; --full (three tuning seeds, 12 seeds, six for each trend): an hour and a half.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Registered before the first run:
               of layers, isotropic outer gradients on landing (Iso-C)
 
 Writes pipelined.csv (final) and pipelined_hours.csv (simulated hours at 50, 100, 200 Mbit/s and 1 Gbit/s, scaled as in
-claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. About 30 minutes on two idle cores after
-claims_order.py, with which it shares runs; --full (three tuning seeds, 16 seeds): by estimate two hours.
+claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. By estimate 30 minutes on two idle cores
+after claims_order.py, with which it shares runs; --full (three tuning seeds, 16 seeds): two hours.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The statistics of benchmarks/claims_*.py: closed forms, series made by hand, and that no run is trained twice."""
 
+import csv
 import json
 import os
 import sys
@@ -121,6 +122,32 @@ def test_tracking_finds_its_round():
   assert abs(c.tracks([{"js": np.roll(distance, 7), "loss": loss}], "js")) < 0.3
   two_later = {"js": distance[2:], "loss": loss[:-2]}  # the distance moves two rounds before the loss
   assert c.tracks([two_later], "js", 2) > 0.98 and abs(c.tracks([two_later], "js")) < 0.3
+
+
+def test_equal_hours_by_hand(tmp_path, monkeypatch):
+  """Utilisation 0.36: a round of H = 20 takes DiLoCo 20 + 35.6 s, GlobalM1 35.6 s; pairs send 1/1.75 of a ring's bytes."""
+  import argparse
+
+  import claims
+  import claims_order as c
+
+  setting = dict.fromkeys(c.METHODS, "")
+  words = {name: entry.words(claims.settings(), "") for name, entry in c.METHODS.items()}
+  falling = {"eval_loss": 2.0, "curve": [{"round": 0, "eval_loss": 4.0}, {"round": 20, "eval_loss": 2.0}]}
+  done = {(w, s): falling for w in words.values() for s in (1, 2)}
+  monkeypatch.setattr(c.trials, "runs", lambda path, wanted, *_: {(w, s): {"eval_loss": 2.5} for w, seeds in wanted
+                                                                 for s in seeds} | done)
+  args = argparse.Namespace(final=[1, 2], out=str(tmp_path), jobs=1)
+  c.equal_hours(args, setting, words, done)
+  with open(tmp_path / "order_hours.csv", newline="") as f:
+    rows = {row["method"]: row for row in csv.DictReader(f)}
+  ring = 20 / 0.36 - 20
+  for name, seconds in (("GlobalM1", ring), ("LocalM1M2", 2 * ring / 1.75), ("GlobalM1LocalM2", ring + ring / 1.75)):
+    rounds = 20 * seconds / (20 / 0.36)
+    row = {k: float(v) for k, v in rows[name].items() if k != "method"}
+    assert row["hours"] == pytest.approx(20 * seconds / 3600, rel=1e-3) and row["diloco_rounds"] == round(rounds)
+    assert row["minus_diloco_ended"] == pytest.approx(2.0 - (2.0 if round(rounds) == 20 else 2.5))
+    assert row["minus_diloco_long"] == pytest.approx(2.0 - max(4.0 - 0.1 * rounds, 2.0), abs=1e-2)
 
 
 @pytest.mark.parametrize("method, factor", [
