@@ -108,6 +108,19 @@ def arguments(doc: str | None, seeds: int | None = None, full: int | None = None
   return args
 
 
+def write_pairs(path: str, words: dict[str, str], done, seeds: Sequence[int]) -> None:
+  """The paired difference in held-out loss of every two runs, half its 95 % interval, and the two-sided p of its t test."""
+  import itertools
+
+  from scipy import stats
+
+  rows = []
+  for a, b in itertools.combinations(words, 2):
+    x, y = ([done[words[name], s]["eval_loss"] for s in seeds] for name in (a, b))
+    rows.append([a, b, len(seeds), *trials.interval([p - q for p, q in zip(x, y)]), stats.ttest_rel(x, y).pvalue])
+  write_csv(path, ("method", "other", "seeds", "minus_other", "minus_other_ci95", "p"), rows)
+
+
 def write_csv(path: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
   import csv
 

@@ -16,8 +16,8 @@ seeds:
 When fragments of tensors were best at 4.0, the edge of their grid, the same learning rate was added to the grids of the
 other two and 6.0 to theirs.
 
-Writes attempts.csv and attempts.png. By estimate 30 minutes on two idle cores after claims_pipelined.py; --full (three
-tuning seeds, eight paired ones): an hour and a half.
+Writes attempts.csv, attempts_pairs.csv (every two) and attempts.png. By estimate 30 minutes on two idle cores after
+claims_pipelined.py; --full (three tuning seeds, eight paired ones): an hour and a half.
 """
 
 from __future__ import annotations
@@ -49,22 +49,25 @@ ATTEMPTS = {
     ISOLOCO: Entry("isoloco", "", BEYOND),
 }
 ORDERS = {"Pipelined, layers, sensitive freshest": FRESH, "Pipelined, layers, sensitive oldest": OLD}
-KNOWN = ("DiLoCo", "Pipelined, P = 20", "Pipelined, layers, P = 5", "Pipelined, layers, Iso-C", "IsoLoCo (blocking)")
+KNOWN = ("data_parallel", "DiLoCo", "Pipelined, P = 20", "Pipelined, layers, P = 5", "Pipelined, layers, Iso-C",
+         "IsoLoCo (blocking)")
+
+ENTRIES = {name: (METHODS | claims.METHODS)[name] for name in KNOWN} | ATTEMPTS
 
 
 def main() -> None:
   args = claims.arguments(__doc__, seeds=4, full=8)
-  print(table(args, claims.tuned(args, {name: METHODS[name] for name in KNOWN} | ATTEMPTS)))
+  print(table(args, claims.tuned(args, ENTRIES)))
 
 
 def table(args: argparse.Namespace, setting: dict[str, str]) -> str:
   """Trains the attempts; writes attempts.csv and .png; returns the table of differences to DiLoCo."""
   base, layers = claims.settings(), setting["Pipelined, layers, P = 5"]
-  entries = {name: METHODS[name] for name in KNOWN} | ATTEMPTS
-  words = {name: entry.words(base, setting[name]) for name, entry in entries.items()}
+  words = {name: entry.words(base, setting[name]) for name, entry in ENTRIES.items()}
   for name, patterns in ORDERS.items():
     words[name] = Entry("pipelined_diloco", f"method.fragment_patterns={patterns}").words(base, layers)
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "attempts")
+  claims.write_pairs(os.path.join(args.out, "attempts_pairs.csv"), words, done, args.final)
   rows, lines = [], []
   for name, w in words.items():
     gap, half = difference(done, w, words["DiLoCo"], args.final)

@@ -5,10 +5,11 @@
 Outer learning rate and momentum (data_parallel: the inner learning rate) are tuned for every method in six settings on seed
 101, at M = 8 and H = 20; then it is trained on paired seeds, and, as tuned there, with other M and H on equally many tokens.
 Besides the paper's subset stands the one of equal bytes that `fgd_jax.report.sensitivity` picks at the end of such a run.
-Writes order.csv and .png (the variants, with 95 % intervals of the paired difference to DiLoCo; loss against simulated hours
-at the bandwidth at which DiLoCo computes 36 % of its time), order_hours.csv (against DiLoCo trained for those hours alone,
-so that its learning rate has decayed, too, and against its long run at that hour), and order_trend.csv and .png. By
-estimate 40 minutes on two idle cores; --full (three tuning seeds, 12 seeds, six for each trend): an hour and a half.
+Writes order.csv, order_pairs.csv (every two methods) and order.png (the variants, with 95 % intervals of the paired
+difference to DiLoCo; loss against simulated hours at the bandwidth at which DiLoCo computes 36 % of its time),
+order_hours.csv (against DiLoCo trained for those hours alone, so that its learning rate has decayed, too, and against its
+long run at that hour), and order_trend.csv and .png. By estimate 40 minutes on two idle cores; --full (three tuning seeds,
+12 seeds, six for each trend): an hour and a half.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> None:
   words = {name: entry.words(claims.settings(), setting[name]) for name, entry in METHODS.items()}
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "order")
   print(order(args, setting, words, done), "\n")
+  claims.write_pairs(os.path.join(args.out, "order_pairs.csv"), words, done, args.final)
   print(equal_hours(args, setting, words, done), "\n")
   print(trend(args, setting))
 

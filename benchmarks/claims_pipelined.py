@@ -13,9 +13,10 @@ Registered before the first run:
   attempts    what might beat it, tuned and trained like everything else: the worker's own outer step as the guess, fragments
               of layers, isotropic outer gradients on landing (Iso-C)
 
-Writes pipelined.csv (final) and pipelined_hours.csv (simulated hours at 50, 100, 200 Mbit/s and 1 Gbit/s, scaled as in
-claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. By estimate 30 minutes on two idle cores
-after claims_order.py, with which it shares runs; --full (three tuning seeds, 16 seeds): two hours.
+Writes pipelined.csv (final), pipelined_pairs.csv (every two methods) and pipelined_hours.csv (simulated hours at 50, 100,
+200 Mbit/s and 1 Gbit/s, scaled as in claims_order.py so that DiLoCo computes 36 % of its time at 100) and their PNGs. By
+estimate 30 minutes on two idle cores after claims_order.py, with which it shares runs; --full (three tuning seeds, 16
+seeds): two hours.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> None:
   words = {name: entry.words(claims.settings(), setting[name]) for name, entry in METHODS.items()}
   done = trials.runs(claims.store(args), [(w, args.final) for w in words.values()], args.jobs, "final")
   print(final(args, setting, words, done), "\n")
+  claims.write_pairs(os.path.join(args.out, "pipelined_pairs.csv"), words, done, args.final)
   print(hours(args, words, done))
 
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -265,6 +266,7 @@ def preflight(mesh: Mesh | None, seconds: float) -> None:
 
 # --- told to stop ----------------------------------------------------------------------------------------------------
 
+AT_ONCE = 0.5  # seconds in which several signals count as one
 SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 _told: list[signal.Signals] = []  # since the rounds began
 _running = threading.Event()      # rounds began
@@ -273,9 +275,10 @@ _running = threading.Event()      # rounds began
 def heed_signals(last_words: Callable[[], str]) -> None:
   """What SIGTERM and Ctrl-C do to this process from now on; for commands, in the main thread.
 
-  While rounds run the first one asks for a save (see `preempted`). A second one ends the process at once, and so does the
-  first one before the rounds, in a thread of its own: Python's handlers wait until a compilation or a round has ended. With
-  several processes jax passes SIGTERM on to all of them, and Ctrl-C counts as SIGTERM.
+  While rounds run the first one asks for a save (see `preempted`). A second one ends the process at once, unless it comes
+  within AT_ONCE seconds (timeout(1) sends two: to the process and to its group), and so does the first one before the
+  rounds, in a thread of its own: Python's handlers wait until a compilation or a round has ended. With several processes jax
+  passes SIGTERM on to all of them, and Ctrl-C counts as SIGTERM.
 
   Args:
     last_words: what the same command will do, said where the process ends at once.
@@ -290,17 +293,19 @@ def heed_signals(last_words: Callable[[], str]) -> None:
 
 
 def _heed(reading: int, last_words: Callable[[], str]) -> None:
+  first = -math.inf
   while True:
     number = os.read(reading, 1)[0]
-    if number not in SIGNALS:
+    if number not in SIGNALS or time.monotonic() - first < AT_ONCE:
       continue
     if _told or not (_running.is_set() or count() > 1):
       print(f"\nEnded at once ({SIGNALS[signal.Signals(number)]}). {last_words()}", file=sys.stderr, flush=True)
       os._exit(128 + number)
     _told.append(signal.Signals(number))
+    first = time.monotonic()
     if count() > 1:
       os.kill(os.getpid(), signal.SIGTERM)
-    logging.warning("Told to stop (%s): the round that runs is finished and saved; Ctrl-C again ends at once.",
+    logging.warning("Told to stop (%s): the round that runs is finished and saved; told again, it ends at once.",
                     SIGNALS[_told[0]])
 
 

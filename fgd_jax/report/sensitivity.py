@@ -290,7 +290,7 @@ def takes_subset(config: ConfigDict) -> bool:
 
 def table(found: dict[str, Any]) -> str:
   """`measure` for people."""
-  place = "end of the inner phase" if found["at"] == "inner" else "after the outer step"
+  place = "after the inner phase that follows" if found["at"] == "inner" else "after the outer step"
   lines = [f"{found['run']}: {found['method']}, {found['workers']} workers, round {found['round']}, {place}, blocks shared "
            f"by {found['by']}, {found['positions']:,} held-out positions.",
            f"JS distance between workers: {found['js_before']:.5f}"]
